@@ -1,0 +1,157 @@
+"""Ids, names and the shapes of what gend handles: Prompt, PromptSet, Run, Batch, Reply, Row.
+
+Everything here is plain data. What is written to disk, Redis or the store is JSON of these structs, never pickle.
+"""
+
+import hashlib
+import re
+from typing import Any
+
+import msgspec
+
+Message = dict[str, Any]
+
+PART_NAME = re.compile(r"^(\d{8})\.jsonl$")
+"""The file name of a part: its batch number, eight digits."""
+
+
+class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How replies are drawn: part of a run's identity. `None` leaves a value to the server."""
+
+    temperature: float | None = 1.0
+    top_p: float | None = 0.95
+    top_k: int | None = 20
+    min_p: float | None = None
+    max_tokens: int = 16384
+    thinking: bool | None = True
+    seed: int = 7
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One accepted input line.
+
+    `messages` are sent as they are. `follow_ups` are user messages to be asked one after the other once the reply
+    before them is there (MT-bench's turns). `prefix` is the start of the last assistant turn, to be continued.
+    """
+
+    id: str
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    follow_ups: list[Message] = []
+    prefix: str | None = None
+
+
+class PromptSet(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a checked prompt file. `fingerprint` is the SHA-256 of the accepted prompts as JSON lines."""
+
+    fingerprint: str
+    source: str
+    read: int
+    accepted: int
+    rejected: int
+    bytes: int
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt set with one model and one sampling setting, to be finished once."""
+
+    id: str
+    name: str
+    set: PromptSet
+    model: str
+    sampling: Sampling
+    batch_size: int
+    created: str
+    gend_version: str
+
+    @property
+    def batches(self) -> int:
+        """How many batches the run has: the last one may be short."""
+        return -(-self.set.accepted // self.batch_size)
+
+    def batch(self, number: int) -> "Batch":
+        """Slice `number` of the prompt set. Raises IndexError outside 0..batches-1."""
+        if not 0 <= number < self.batches:
+            raise IndexError(f"batch {number} of run {self.id}: it has {self.batches}")
+        first = number * self.batch_size
+        return Batch(self.id, number, first, min(self.batch_size, self.set.accepted - first))
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """A fixed, consecutive slice of a run's prompts: `count` of them from index `first` on."""
+
+    run: str
+    number: int
+    first: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.run}/{self.number}"
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens, as the server counted them."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server answered to one request, before anybody judged it."""
+
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    finish_reason: str | None = None
+    usage: Usage = Usage()
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+
+
+class Row(msgspec.Struct, kw_only=True):
+    """One output line: exactly one for each prompt of a batch, a result or an error.
+
+    `messages` is the whole conversation up to the last reply; the last reply is in reasoning_content, content and
+    tool_calls. `seconds` is the time of the last attempt. `error` says why there is no reply, else null.
+    """
+
+    id: str
+    run: str
+    batch: int
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    reasoning_content: str | None = None
+    content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    finish_reason: str | None = None
+    verdict: str
+    usage: Usage = Usage()
+    attempts: int = 1
+    seed: int = 0
+    server: str = ""
+    seconds: float = 0.0
+    error: str | None = None
+
+
+def run_identity(fingerprint: str, model: str, sampling: Sampling) -> str:
+    """Twelve hex digits that are the same exactly for the same prompts, model and sampling."""
+    payload = msgspec.json.encode([fingerprint, model, sampling], order="deterministic")
+    return hashlib.sha256(payload).hexdigest()[:12]
+
+
+def run_id(name: str, identity: str) -> str:
+    """`name` made safe for file names, object keys and RQ job ids (letters, digits, `-`), then the identity."""
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-") or "run"
+    return f"{slug}-{identity}"
+
+
+def row_seed(run_seed: int, prompt_id: str, attempt: int) -> int:
+    """The seed of one attempt at one row, below 2**31, so that a row can be made again exactly."""
+    digest = hashlib.sha256(f"{run_seed}\0{prompt_id}\0{attempt}".encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
+def part_key(run: str, batch: int) -> str:
+    """Where the part of a batch lies in the store, below the store's prefix."""
+    return f"runs/{run}/parts/{batch:08d}.jsonl"
