@@ -57,8 +57,8 @@ class Daemon:
         server_flags: tuple[str, ...] = ("--speed", "50"),
         environment: dict[str, str] | None = None,
     ) -> None:
-        self.folder, self.marker = folder, uuid.uuid4().hex
-        self.store = folder / "store"
+        self.folder, self.marker = folder.resolve(), uuid.uuid4().hex
+        self.store = self.folder / "store"
         """Where the parts are if no other store was given."""
         self.work, self.modes = folder / "work", folder / "modes"
         self.request_log = folder / "requests.jsonl"
@@ -145,8 +145,8 @@ class Daemon:
     # ---- its processes
 
     def all_processes(self) -> list[psutil.Process]:
-        """Every live process with our marker, but the commands of `cli`, which are over when they return."""
-        return processes.marked(self.marker)
+        """Every live process that this daemon or its commands left, however they are related to it now."""
+        return processes.marked(self.marker, self.folder)
 
     def workers(self) -> dict[int, psutil.Process]:
         """The live worker processes by number."""

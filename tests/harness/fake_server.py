@@ -75,6 +75,10 @@ OF_A_REQUEST = {
 ROLES = {"system", "user", "assistant", "tool", "function", "developer"}
 WORDS = [
     "then", "look", "at", "each", "part", "in", "turn", "and", "write", "down", "what", "holds", "before", "the", "end",
+    "river", "stone", "paper", "a", "boat", "with", "three", "sails", "goes", "over", "to", "an", "island", "where",
+    "people", "wait", "for", "news", "from", "far", "away", "but", "nobody", "knows", "when", "it", "will", "come",
+    "if", "we", "count", "all", "of", "them", "twice", "number", "must", "be", "same", "or", "else", "one", "lost",
+    "so", "first", "second", "third", "last", "perhaps", "never", "often", "blue", "green", "small", "large", "old",
 ]  # fmt: skip
 CRASHED = 134  # what a shell shows for SIGABRT, which is how a CUDA error ends a process
 LOOK_SECONDS = 0.05
@@ -411,10 +415,11 @@ class Server:
         want = 12 if known else length_for(text, self.args.mean_tokens)
         context = self.args.context_length
         limit = max(1, min(limit_of(body, context), context - generation.prompt_tokens))
-        thought = words(want * 7 // 10, want) if thinking else []
-        answer = [mark(about), known] if known else [mark(about), *words(want - len(thought) - 1, want + 5)]
+        thought = words(want * 7 // 10, f"thought {about}") if thinking else []
+        answer = [mark(about), known] if known else [mark(about), *words(want - len(thought) - 1, about)]
         if mode == "loop":
-            thought, answer = (words(limit, 0, 6), []) if thinking else ([], words(limit, 0, 6))
+            again = [WORDS[i % 6] for i in range(limit)]
+            thought, answer = (again, []) if thinking else ([], again)
         made = (thought + answer)[:limit]
         finish = "stop" if len(made) == len(thought + answer) and mode != "loop" else "length"
         thought, answer = made[: len(thought)], made[len(thought) :]
@@ -590,8 +595,9 @@ def length_for(text: str, mean_tokens: float) -> int:
     return 8 + int(-math.log(1.0 - number) * max(1.0, mean_tokens - 8))
 
 
-def words(count: int, salt: int, period: int = len(WORDS)) -> list[str]:
-    return [WORDS[(i + salt) % period] for i in range(count)]
+def words(count: int, salt: str) -> list[str]:
+    """Words without any repeating order, which would rightly be taken for a looping reply."""
+    return random.Random(digest(salt)).choices(WORDS, k=count)
 
 
 def token_ids(salt: str, count: int) -> list[int]:

@@ -28,13 +28,17 @@ def start(args: Sequence[str | Path], folder: Path, name: str, **options: Any) -
         )
 
 
-def marked(value: str) -> list[psutil.Process]:
-    """All live processes whose environment has the marker with this value; zombies are not live."""
+def marked(value: str, folder: Path | None = None) -> list[psutil.Process]:
+    """All live processes whose environment has the marker with this value, or that live in `folder`; no zombies.
+
+    The folder is for those that write their title over their environment, as Valkey does.
+    """
     needle = f"{MARKER}={value}".encode()
     found = []
     for pid in psutil.pids():
         try:
-            if needle in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            at_home = folder is not None and Path(f"/proc/{pid}/cwd").readlink().is_relative_to(folder)
+            if at_home or needle in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 found.append(psutil.Process(pid))
         except (OSError, psutil.NoSuchProcess):  # gone meanwhile, or not ours to look at: then not ours at all
             continue
