@@ -23,16 +23,18 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """One table of config.toml: an unknown key is an error."""
 
 
-class Model(_Section):
+class Model(_Section, frozen=True):
     path: str = "Qwen/Qwen3.6-27B"
     context_length: NotNegative = 0
 
 
-class Servers(_Section):
+class Servers(_Section, frozen=True):
     gpus: str | list[int] = "all"
     gpus_per_server: Positive = 1
     count: NotNegative = 0
-    command: Annotated[list[str], msgspec.Meta(min_length=1)] = ["python", "-m", "sglang.launch_server"]
+    command: Annotated[list[str], msgspec.Meta(min_length=1)] = msgspec.field(
+        default_factory=lambda: ["python", "-m", "sglang.launch_server"]
+    )
     flags: dict[str, Flag] = {}
     environment: dict[str, str] = {}
     base_port: Annotated[int, msgspec.Meta(ge=1024, le=65000)] = 30000
@@ -41,30 +43,31 @@ class Servers(_Section):
     stop_seconds: Seconds = 30.0
 
 
-class Redis(_Section):
+class Redis(_Section, frozen=True):
     url: str = ""
 
 
-class Store(_Section):
+class Store(_Section, frozen=True):
     url: str = ""
     endpoint: str = ""
     region: str = ""
 
 
-class Work(_Section):
+class Work(_Section, frozen=True):
     folder: str = ""
     batch_size: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 128
     in_flight: NotNegative = 0
     open_batches: NotNegative = 0
     lease_seconds: Annotated[float, msgspec.Meta(ge=1)] = 15.0
     request_seconds: Seconds = 7200.0
+    drain_seconds: Annotated[float, msgspec.Meta(ge=0)] = 30.0
 
 
-class Cost(_Section):
+class Cost(_Section, frozen=True):
     dollars_per_hour: Annotated[float, msgspec.Meta(ge=0)] = 44.0
 
 
-class Settings(_Section):
+class Settings(_Section, frozen=True):
     model: Model = Model()
     servers: Servers = Servers()
     redis: Redis = Redis()

@@ -88,6 +88,7 @@ url = {_toml((folder / "store").as_uri())}
 [work]
 folder = {_toml(str(folder / "work"))}
 batch_size = {BATCH_SIZE}
+in_flight = {SLOTS}
 
 [sampling]
 temperature = 0.7

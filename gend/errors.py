@@ -60,3 +60,11 @@ class LeaseLost(GendError):
 
 class PromptRefused(GendError):
     """The server refuses this very prompt (HTTP 400): it becomes a row with verdict `refused`; neighbours go on."""
+
+
+class ServerFault(GendError):
+    """The server lives but failed on this request (5xx, reset, no reply in time): try again after a pause."""
+
+
+class Draining(GendError):
+    """Nothing new is sent any more: finish or give back what is held."""

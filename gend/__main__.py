@@ -1,0 +1,5 @@
+"""`python -m gend`."""
+
+from gend.cli import main
+
+main()

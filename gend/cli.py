@@ -1,0 +1,388 @@
+"""The command line: options, logging, and errors to exit codes. The work is in the flows."""
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from gend import __version__
+from gend.config import Settings, find_config, load_settings
+from gend.errors import GendError, SettingsError
+
+if TYPE_CHECKING:
+    from gend.ledger import Ledger
+    from gend.records import Run
+    from gend.store import Store
+
+# Flows are imported where they are used: `gend status` over SSH shall not wait for boto3, aiohttp or pyarrow.
+
+
+class Context:
+    """What every command needs: the config file, read when it is first wanted."""
+
+    def __init__(self, config: str | None):
+        self._config = config
+
+    @property
+    def path(self) -> Path:
+        return find_config(self._config)
+
+    @property
+    def settings(self) -> Settings:
+        return load_settings(self.path)
+
+    @contextlib.contextmanager
+    def redis_url(self, settings: Settings) -> Iterator[str]:
+        """Where the ledger is; gend's own Valkey is started for as long as it is wanted."""
+        if settings.redis.url:
+            yield settings.redis.url
+            return
+        from gend import valkey
+
+        with valkey.hold(settings.folder) as url:
+            yield url
+
+    @contextlib.contextmanager
+    def ledger(self, settings: Settings) -> Iterator["Ledger"]:
+        from gend.ledger import Ledger
+
+        with self.redis_url(settings) as url:
+            ledger = Ledger(url)
+            ledger.check()
+            yield ledger
+
+    def store(self, settings: Settings) -> "Store":
+        from gend.store import open_store
+
+        return open_store(settings.store.url, settings.store.endpoint, settings.store.region)
+
+
+class Group(click.Group):
+    """Ends with the exit code that the error names, and one clear line on stderr."""
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except GendError as error:
+            click.secho(f"gend: {error}", err=True, fg="red" if sys.stderr.isatty() else None)
+            context.exit(error.exit_code)
+
+
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--config", metavar="FILE", help="Settings; else $GEND_CONFIG, ./config.toml, /etc/gend/config.toml.")
+@click.version_option(__version__, prog_name="gend")
+@click.pass_context
+def main(context: click.Context, config: str | None) -> None:
+    """Turn a file of prompts into finished training data on a GPU box.
+
+    \b
+    gend demo                     see it work, on this machine alone
+    gend enqueue prompts.jsonl    register a prompt set; the daemon may be up or down
+    gend up                       the daemon: servers, workers, loader
+    gend status                   how it stands
+    gend verify RUN               read every part: is the run whole and sound?
+
+    Exit codes: 0 done, 1 the work is not sound, 2 wrong use or settings, 3 something needed is not reachable.
+    """
+    context.obj = Context(config)
+
+
+@main.command()
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
+@click.option("--name", help="What to call the run; the file's name if not given.")
+@click.option("--prompt-field", metavar="FIELD", help="The field that holds the prompt's text; a.b goes deeper.")
+@click.option("--template", metavar="FILE", help="A Jinja template that makes the user message out of a line's fields.")
+@click.option("--keep-last", is_flag=True, help="Continue a last assistant turn instead of making it again.")
+@click.option("--duplicates", type=click.Choice(["reject", "keep"]), default="reject", show_default=True)
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N prompts.")
+@click.option("--strict", is_flag=True, help="Refuse the whole set at the first line that is wrong.")
+@click.option("--priority", type=click.Choice(["high", "normal", "low"]), default="normal", show_default=True)
+@click.option("--set", "changes", multiple=True, metavar="KEY=VALUE", help="Sampling, e.g. --set temperature=0.6.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was registered as JSON.")
+@click.pass_obj
+def enqueue(
+    context: Context,
+    sources: tuple[str, ...],
+    name: str | None,
+    prompt_field: str | None,
+    template: str | None,
+    keep_last: bool,
+    duplicates: Any,
+    limit: int | None,
+    strict: bool,
+    priority: Any,
+    changes: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Register a prompt set and its run, and enqueue what is missing.
+
+    SOURCE is a file (JSONL, JSON array, Parquet, .gz, .zst), a glob, a saved dataset folder, s3://..., or - for stdin.
+    The same prompts with the same model and sampling are the same run: enqueueing them again adds nothing.
+    """
+    from gend import loader
+    from gend.config import sampling_from
+    from gend.prompts import ReadOptions
+    from gend.store import open_object
+
+    settings = context.settings
+    sampling = sampling_from(settings.sampling, list(changes))
+    options = ReadOptions(
+        prompt_field=prompt_field,
+        template=_template(template),
+        keep_last=keep_last,
+        duplicates=duplicates,
+        limit=limit,
+        strict=strict,
+    )
+    store = context.store(settings)
+    store.check()
+    with context.ledger(settings) as ledger:
+        with _counter("prompts read", as_json) as progress:
+            remote = open_object(settings.store.endpoint, settings.store.region)
+            prompt_set = loader.read_set(settings.folder, sources, options, remote, progress)
+        name = name or Path(sources[0].rstrip("/")).name.split(".")[0] or "stdin"
+        done = loader.register(settings, ledger, store, prompt_set, name, sampling, priority)
+    if as_json:
+        click.echo(msgspec.json.encode(done).decode())
+        return
+    if done.new:
+        click.echo(f"run {done.run}: {done.prompts:,} prompts in {done.batches:,} batches")
+    else:
+        click.echo(f"run {done.run} is there already with these {done.prompts:,} prompts: nothing was added")
+    if done.rejected:
+        click.echo(f"{done.rejected:,} of {done.read:,} lines were rejected, each with its reason: {done.rejects_file}")
+    click.echo("next: gend status" if done.new else f"next: gend verify {done.run}")
+
+
+@main.command()
+@click.option("--until-idle", is_flag=True, help="End when every run is finished.")
+@click.option("--log-json", is_flag=True, help="Log lines as JSON.")
+@click.pass_obj
+def up(context: Context, until_idle: bool, log_json: bool) -> None:
+    """The daemon in the foreground: servers, one worker for each, the loader. Stop it with Ctrl-C or SIGTERM."""
+    import asyncio
+
+    from gend.server_command import visible_gpus
+    from gend.supervisor import only_daemon, supervise
+
+    settings = context.settings
+    _log_to_stderr(log_json)
+    with only_daemon(settings.folder), context.redis_url(settings) as url:
+        context.store(settings).check()
+        code = asyncio.run(supervise(settings, context.path.absolute(), url, until_idle, visible_gpus()))
+    sys.exit(code)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="As JSON, with a stable schema.")
+@click.pass_obj
+def status(context: Context, as_json: bool) -> None:
+    """How everything stands: servers, runs, rates, time left. Works with the daemon down."""
+    from gend.status import read_status, render
+
+    settings = context.settings
+    with context.ledger(settings) as ledger:
+        now = read_status(ledger, settings)
+    click.echo(msgspec.json.encode(now).decode() if as_json else render(now), nl=as_json)
+
+
+@main.command()
+@click.argument("run")
+@click.option("--json", "as_json", is_flag=True, help="The whole report as JSON.")
+@click.pass_obj
+def verify(context: Context, run: str, as_json: bool) -> None:
+    """Read every part of RUN in the store: exit 0 only if every prompt has exactly one sound row.
+
+    RUN is a run's id, its name, or a beginning of the id that fits only one.
+    """
+    from gend.report import verify as read_parts
+
+    settings = context.settings
+    store = context.store(settings)
+    with _counter("batches read", as_json) as progress:
+        report = read_parts(store, _find_run(store, run), lambda done, _: progress(done))
+    if as_json:
+        click.echo(msgspec.json.encode(report).decode())
+    else:
+        click.echo(
+            f"run {report.run}: {report.rows:,} rows for {report.prompts:,} prompts, "
+            f"{report.parts:,} of {report.batches:,} parts, {report.bytes / 1e6:,.1f} MB, "
+            f"{report.completion_tokens:,} tokens made"
+        )
+        click.echo("verdicts: " + ", ".join(f"{name} {count:,}" for name, count in report.verdicts.items()))
+        for fault in report.faults:
+            click.echo(f"  {fault}")
+        if report.fault_count > len(report.faults):
+            click.echo(f"  and {report.fault_count - len(report.faults):,} more")
+        click.echo("whole and sound" if report.sound else f"NOT SOUND: {report.fault_count:,} faults")
+    sys.exit(0 if report.sound else 1)
+
+
+@main.command()
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path), default=Path("demo-run"))
+def demo(folder: Path) -> None:
+    """The whole job, small, on this machine alone: own Valkey, own store, a real small model on the CPU."""
+    from gend.demo import demo as run_demo
+
+    run_demo(folder)
+
+
+def _decide(context: Context, run: str, **changes: Any) -> None:
+    from gend import loader
+
+    settings = context.settings
+    store = context.store(settings)
+    found = _find_run(store, run)
+    with context.ledger(settings) as ledger:
+        before = ledger.controls().get(found.id)
+        if before is None:
+            raise SettingsError(f"run {found.id} is in the store, but not in the ledger yet: start `gend up` once")
+        after = msgspec.structs.replace(before, **changes)
+        loader.control(ledger, store, found.id, after)
+    click.echo(f"run {found.id}: {after.state}, priority {after.priority}")
+
+
+@main.command()
+@click.argument("run")
+@click.pass_obj
+def pause(context: Context, run: str) -> None:
+    """Stop sending prompts of RUN; what is in flight ends and is kept."""
+    _decide(context, run, state="paused", reason="paused by hand")
+
+
+@main.command()
+@click.argument("run")
+@click.option("--priority", type=click.Choice(["high", "normal", "low"]), help="Give it another priority.")
+@click.pass_obj
+def resume(context: Context, run: str, priority: str | None) -> None:
+    """Go on with a paused or cancelled RUN."""
+    _decide(context, run, state="active", reason="", **({"priority": priority} if priority else {}))
+
+
+@main.command()
+@click.argument("run")
+@click.pass_obj
+def cancel(context: Context, run: str) -> None:
+    """Stop RUN for good, also what is in flight. Parts that are in the store stay there."""
+    _decide(context, run, state="cancelled", reason="cancelled by hand")
+
+
+@main.command()
+@click.pass_obj
+def drain(context: Context) -> None:
+    """Ask the daemon to send nothing new, finish or give back what is held, and exit."""
+    settings = context.settings
+    with context.ledger(settings) as ledger:
+        daemon = ledger.daemon()
+    if daemon is None:
+        raise SettingsError("no daemon is running here")
+    try:
+        os.kill(daemon["pid"], signal.SIGTERM)
+    except ProcessLookupError:
+        raise SettingsError(f"the daemon (pid {daemon['pid']}) has just ended") from None
+    except PermissionError:
+        raise SettingsError(
+            f"the daemon (pid {daemon['pid']}) belongs to another user: use sudo systemctl stop gend"
+        ) from None
+    click.echo(f"daemon pid {daemon['pid']}: draining; watch it with `gend status`")
+
+
+@main.command(hidden=True)
+@click.option("--number", type=int, required=True)
+@click.option("--url", required=True)
+@click.pass_obj
+def worker(context: Context, number: int, url: str) -> None:
+    """One worker, bound to the server at --url. The supervisor starts it."""
+    import uvloop
+
+    from gend import valkey
+    from gend.processes import box_name, die_with_parent
+    from gend.worker import work
+
+    die_with_parent()
+    settings = context.settings
+    _log_to_stderr(False)
+    name = f"{box_name(settings.folder)}-worker-{number}.{uuid.uuid4().hex[:8]}"
+    redis_url = settings.redis.url or valkey.socket_url(settings.folder)
+    sys.exit(uvloop.run(work(settings, redis_url, number, url, name)))
+
+
+@main.command(hidden=True)
+@click.pass_obj
+def loader(context: Context) -> None:
+    """The loader beside the daemon. The supervisor starts it."""
+    import threading
+
+    from gend import valkey
+    from gend.ledger import Ledger
+    from gend.loader import keep_supplied
+    from gend.processes import die_with_parent
+
+    die_with_parent()
+    settings = context.settings
+    _log_to_stderr(False)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    ledger = Ledger(settings.redis.url or valkey.socket_url(settings.folder))
+    keep_supplied(settings, ledger, context.store(settings), stop.wait)
+
+
+def _find_run(store: "Store", wanted: str) -> "Run":
+    """The run that `wanted` means, found in the store. Raises SettingsError naming what there is."""
+    from gend.loader import stored_run
+
+    names = list(store.folders("runs/"))
+    fits = [name for name in names if name == wanted] or [
+        name for name in names if name.startswith(wanted) or name.rpartition("-")[0] == wanted
+    ]
+    if len(fits) != 1:
+        what = "no run" if not fits else f"{len(fits)} runs"
+        there = ", ".join((fits or names)[:5]) or "none; see gend enqueue"
+        raise SettingsError(f"{what} {wanted!r} in {store.url}; there: {there}")
+    return stored_run(store, fits[0])
+
+
+def _template(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--template {path}: cannot be read: {error}") from error
+
+
+@contextlib.contextmanager
+def _counter(what: str, quiet: bool) -> Iterator[Any]:
+    """A count that goes on while somebody waits at a terminal; silent elsewhere."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    try:
+        yield lambda count: click.echo(f"\r{count:,} {what} ", err=True, nl=False)
+    finally:
+        click.echo("\r\033[K", err=True, nl=False)
+
+
+class _JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {"at": record.created, "level": record.levelname.lower(), "from": record.name}
+        line["says"] = record.getMessage()
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
+
+
+def _log_to_stderr(as_json: bool) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    plain = logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%Y-%m-%d %H:%M:%S")
+    handler.setFormatter(_JsonLines() if as_json else plain)
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

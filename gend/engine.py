@@ -1,0 +1,179 @@
+"""One server, over HTTP: OpenAI's chat completions as SGLang speaks them, and what the server says of itself.
+
+Whether a server lives is decided by what it does with requests: refused connections for `GONE_SECONDS` mean that it is
+gone; anything else that fails is a fault of this request, which the caller tries again.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from gend.errors import PromptRefused, ServerFault, ServerUnavailable
+from gend.records import Message, Reply, Sampling, Usage
+
+GONE_SECONDS = 3.0
+"""How long connections may be refused before the server counts as gone. Nothing listens while SGLang loads."""
+
+_KEEPALIVE_SECONDS = 4.0  # below uvicorn's 5 s: a connection that the server is just closing must not be used again
+_REFUSALS = {400, 413, 422}
+
+
+class Load(msgspec.Struct, frozen=True):
+    """What a server says of itself: requests running, waiting, and how many can run. None: it does not say."""
+
+    running: int | None = None
+    waiting: int | None = None
+    max_running: int | None = None
+    kv_usage: float | None = None
+    retracted: int | None = None
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+    finish_reason: str | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+    response_token_ids: list[int] | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = 0
+    completion_tokens: int | None = 0
+    reasoning_tokens: int | None = 0
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+_decode = msgspec.json.Decoder(_Completion).decode
+
+
+class Server:
+    """A client of one server. `completed` counts replies: a fault while others complete is the prompt's own."""
+
+    def __init__(self, url: str, model: str, session: aiohttp.ClientSession):
+        self.url, self.model, self._session = url, model, session
+        self.completed = 0
+        self._probing: asyncio.Task[bool] | None = None
+
+    async def chat(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, sampling: Sampling, seed: int
+    ) -> Reply:
+        """One reply. Raises PromptRefused, ServerFault, ServerUnavailable. It never retries by itself."""
+        body = request_body(self.model, messages, tools, sampling, seed)
+        try:
+            async with self._session.post(
+                f"{self.url}/v1/chat/completions", data=body, headers={"Content-Type": "application/json"}
+            ) as answer:
+                raw, status = await answer.read(), answer.status
+        except TimeoutError as error:
+            raise ServerFault(f"no reply within {self._session.timeout.total:.0f} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            if await self._gone():
+                raise ServerUnavailable(f"{self.url} refuses connections") from error
+            raise ServerFault(f"{type(error).__name__}: {error}") from error
+        if status in _REFUSALS:
+            raise PromptRefused(f"HTTP {status}: {error_message(raw)}")
+        if status != 200:
+            raise ServerFault(f"HTTP {status}: {error_message(raw)}")
+        try:
+            completion = _decode(raw)
+            choice = completion.choices[0]
+        except (msgspec.DecodeError, IndexError) as error:
+            raise ServerFault(f"a reply that cannot be read: {error}") from error
+        self.completed += 1
+        usage, message = completion.usage or _Usage(), choice.message
+        return Reply(
+            content=message.content,
+            reasoning_content=message.reasoning_content,
+            tool_calls=message.tool_calls or None,
+            finish_reason=choice.finish_reason,
+            usage=Usage(usage.prompt_tokens or 0, usage.completion_tokens or 0, usage.reasoning_tokens or 0),
+            prompt_token_ids=choice.prompt_token_ids,
+            token_ids=choice.token_ids or choice.response_token_ids,  # 0.5.17 and 0.5.23 name it differently
+        )
+
+    async def load(self) -> Load:
+        """What the server says of its own load; an empty Load when it has no `/v1/loads`."""
+        try:
+            async with self._session.get(f"{self.url}/v1/loads", timeout=aiohttp.ClientTimeout(total=5)) as answer:
+                if answer.status != 200:
+                    return Load()
+                loads = json.loads(await answer.read())["loads"]
+            return Load(
+                running=sum(load["num_running_reqs"] for load in loads),
+                waiting=sum(load["num_waiting_reqs"] for load in loads),
+                max_running=sum(load["max_running_requests"] for load in loads),
+                kv_usage=max(load.get("token_usage", 0.0) for load in loads),
+                retracted=sum(load.get("queues", {}).get("retracted", 0) for load in loads),
+            )
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError, TypeError):
+            return Load()  # a server that cannot be asked is judged by its replies alone
+
+    async def _gone(self) -> bool:
+        """Whether connections are refused for GONE_SECONDS; all requests that failed together share one probe."""
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.create_task(self._probe())
+        return await asyncio.shield(self._probing)
+
+    async def _probe(self) -> bool:
+        host, port = self.url.removeprefix("http://").rsplit(":", 1)
+        deadline = asyncio.get_running_loop().time() + GONE_SECONDS
+        while asyncio.get_running_loop().time() < deadline:
+            try:
+                _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), GONE_SECONDS)
+            except ConnectionRefusedError:
+                await asyncio.sleep(0.2)
+                continue
+            except (OSError, TimeoutError):
+                return False  # it is there, and slow: that alone is no death
+            writer.close()
+            return False
+        return True
+
+
+@contextlib.asynccontextmanager
+async def connect(url: str, model: str, request_seconds: float) -> AsyncIterator[Server]:
+    """A client of the server at `url`; a request may take `request_seconds`, and any number may be in flight."""
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS)
+    timeout = aiohttp.ClientTimeout(total=request_seconds, sock_connect=10)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        yield Server(url, model, session)
+
+
+def request_body(
+    model: str, messages: list[Message], tools: list[dict[str, Any]] | None, sampling: Sampling, seed: int
+) -> bytes:
+    """The JSON of one chat completion. What is None is left out, so that the server's own default holds."""
+    body: dict[str, Any] = {"model": model, "messages": messages, "stream": False, "seed": seed}
+    if tools:
+        body["tools"] = tools
+    for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens"):
+        if (value := getattr(sampling, name)) is not None:
+            body[name] = value
+    if sampling.thinking is not None:
+        body["chat_template_kwargs"] = {"enable_thinking": sampling.thinking}
+    return msgspec.json.encode(body)
+
+
+def error_message(raw: bytes) -> str:
+    """The message of an error body, in one short line. Never the request: it would put prompts into logs."""
+    try:
+        body = json.loads(raw)
+        message = body.get("message") or body.get("error", {}).get("message") or body.get("detail")
+    except (ValueError, AttributeError):
+        message = raw.decode("utf-8", "replace")
+    return " ".join(str(message).split())[:300]

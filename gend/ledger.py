@@ -1,0 +1,365 @@
+"""The ledger: who holds what, and what is done. Everything in Redis is named here.
+
+| key                        | type   | holds                                                                       |
+|----------------------------|--------|-----------------------------------------------------------------------------|
+| gend:epoch                 | string | set once the ledger agrees with the store; gone when Redis was emptied      |
+| gend:runs                  | hash   | run id -> the run as JSON                                                   |
+| gend:control               | hash   | run id -> Control as JSON: state, priority, reason                          |
+| gend:run:ID:done           | set    | numbers of the batches that have a complete part in the store               |
+| gend:run:ID:leases         | zset   | batch number -> when its lease ends (ms, Redis' own clock)                  |
+| gend:run:ID:owners         | hash   | batch number -> claim, the name of who holds it                             |
+| gend:run:ID:counts         | hash   | rows, tokens, and rows by verdict, of done batches                          |
+| gend:daemon                | string | the supervisor's view as JSON, expires                                      |
+| gend:worker:NAME           | string | a worker's own view as JSON, expires                                        |
+| gend:history               | list   | samples of totals over time, newest first, bounded                          |
+| rq:*                       |        | RQ's own: one queue a run, `gend-ID`; jobs are hints which batches to try   |
+
+Batches are derived, so missing = all - done - leased, and no list of what is to be done is kept. A lease is the right,
+until a time, to work on a batch; two holders are harmless (see worker.py). Memory does not grow with the text.
+"""
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, cast
+
+import msgspec
+import redis
+from redis.backoff import ExponentialBackoff
+from redis.retry import Retry
+
+from gend.errors import LedgerUnavailable, SettingsError
+from gend.records import Run
+
+State = Literal["active", "paused", "cancelled"]
+Priority = Literal["high", "normal", "low"]
+PRIORITIES: tuple[Priority, ...] = ("high", "normal", "low")
+
+HISTORY_SAMPLES = 20_000  # 10 s apart: two days and more, about 3 MB
+
+# Claim: the batch must be neither done nor leased. KEYS done, leases, owners; ARGV batch, claim, lease ms.
+_CLAIM = """
+if redis.call('SISMEMBER', KEYS[1], ARGV[1]) == 1 then return 'done' end
+local t = redis.call('TIME'); local now = t[1] * 1000 + math.floor(t[2] / 1000)
+local ends = redis.call('ZSCORE', KEYS[2], ARGV[1])
+if ends and tonumber(ends) > now then return 'leased' end
+redis.call('ZADD', KEYS[2], now + ARGV[3], ARGV[1])
+redis.call('HSET', KEYS[3], ARGV[1], ARGV[2])
+return 'claimed'
+"""
+
+# Renew: fails when somebody else owns the batch, or when it is done. A ledger that forgot the lease takes it anew.
+_RENEW = """
+if redis.call('SISMEMBER', KEYS[1], ARGV[1]) == 1 then return 0 end
+local owner = redis.call('HGET', KEYS[3], ARGV[1])
+if owner and owner ~= ARGV[2] then return 0 end
+local t = redis.call('TIME'); local now = t[1] * 1000 + math.floor(t[2] / 1000)
+redis.call('ZADD', KEYS[2], now + ARGV[3], ARGV[1])
+redis.call('HSET', KEYS[3], ARGV[1], ARGV[2])
+return 1
+"""
+
+# Give back: only what is ours.
+_GIVE_BACK = """
+if redis.call('HGET', KEYS[3], ARGV[1]) ~= ARGV[2] then return 0 end
+redis.call('ZREM', KEYS[2], ARGV[1])
+redis.call('HDEL', KEYS[3], ARGV[1])
+return 1
+"""
+
+# Mark done: counts are added once, however often it is called. KEYS[4] counts; ARGV batch, then field, amount pairs.
+_MARK_DONE = """
+local new = redis.call('SADD', KEYS[1], ARGV[1])
+redis.call('ZREM', KEYS[2], ARGV[1])
+redis.call('HDEL', KEYS[3], ARGV[1])
+if new == 1 then
+  for i = 2, #ARGV, 2 do redis.call('HINCRBY', KEYS[4], ARGV[i], ARGV[i + 1]) end
+end
+return new
+"""
+
+
+class Control(msgspec.Struct, frozen=True, kw_only=True):
+    """What a person decided about a run, and why; kept in the store too, so that it outlives Redis."""
+
+    state: State = "active"
+    priority: Priority = "normal"
+    reason: str = ""
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far one run is. `counts` holds rows, tokens and rows by verdict of the done batches."""
+
+    run: Run
+    control: Control
+    done_batches: int
+    leased_batches: int
+    counts: dict[str, int]
+
+    @property
+    def finished(self) -> bool:
+        return self.done_batches >= self.run.batches
+
+
+@contextlib.contextmanager
+def _redis_errors() -> Iterator[None]:
+    try:
+        yield
+    except (redis.ConnectionError, redis.TimeoutError) as error:
+        raise LedgerUnavailable(f"Redis does not answer: {error}") from error
+    except redis.ResponseError as error:
+        # LOADING, READONLY, MISCONF, OOM, CLUSTERDOWN, MASTERDOWN: it will not write now, but may again.
+        raise LedgerUnavailable(f"Redis refuses: {error}") from error
+
+
+class Ledger:
+    """Redis, as gend uses it. Blocking: a loop calls it through a thread. Every method raises LedgerUnavailable."""
+
+    def __init__(self, url: str, patience_seconds: float = 5.0):
+        """`patience_seconds` bounds one call; what to do when it is over is the caller's choice."""
+        self.url = url
+        options: dict[str, Any] = {
+            "socket_timeout": patience_seconds,
+            "socket_connect_timeout": patience_seconds,
+            "health_check_interval": 30,
+            "retry": Retry(ExponentialBackoff(cap=1.0, base=0.05), 2),
+        }
+        try:
+            self.redis = redis.Redis.from_url(url, decode_responses=True, **options)
+            self.raw = redis.Redis.from_url(url, **options)  # RQ wants bytes
+        except ValueError as error:
+            raise SettingsError(f"redis.url: {error}") from error
+        self._claim = self.redis.register_script(_CLAIM)
+        self._renew = self.redis.register_script(_RENEW)
+        self._give_back = self.redis.register_script(_GIVE_BACK)
+        self._mark_done = self.redis.register_script(_MARK_DONE)
+
+    # -- is it fit -----------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Refuse a Redis that would lose what it is told. Raises SettingsError with the setting to change."""
+        with _redis_errors():
+            memory = self.redis.info("memory")
+        policy, limit = memory.get("maxmemory_policy", "noeviction"), memory.get("maxmemory", 0)
+        if policy != "noeviction" and limit:
+            raise SettingsError(
+                f"Redis may throw keys away (maxmemory-policy {policy}, maxmemory {limit}): progress would vanish. "
+                "Run: redis-cli CONFIG SET maxmemory-policy noeviction"
+            )
+
+    # -- epoch and runs ------------------------------------------------------------------------------------------
+
+    def rebuilt(self) -> bool:
+        """Whether this ledger has been brought to agree with the store since Redis was last empty."""
+        with _redis_errors():
+            return bool(self.redis.exists("gend:epoch"))
+
+    def mark_rebuilt(self) -> None:
+        with _redis_errors():
+            self.redis.set("gend:epoch", f"{time.time():.3f}")
+
+    def add_run(self, run: Run, control: Control) -> bool:
+        """Register a run; False when it was there already (its control is then left alone)."""
+        with _redis_errors():
+            new = self.redis.hsetnx("gend:runs", run.id, msgspec.json.encode(run))
+            self.redis.hsetnx("gend:control", run.id, msgspec.json.encode(control))
+            return bool(new)
+
+    def runs(self) -> dict[str, Run]:
+        """All runs, oldest first."""
+        with _redis_errors():
+            raw = cast(dict[str, str], self.redis.hgetall("gend:runs"))
+        runs = [msgspec.json.decode(value, type=Run) for value in raw.values()]
+        return {run.id: run for run in sorted(runs, key=lambda run: (run.created, run.id))}
+
+    def controls(self) -> dict[str, Control]:
+        with _redis_errors():
+            raw = cast(dict[str, str], self.redis.hgetall("gend:control"))
+        return {name: msgspec.json.decode(value, type=Control) for name, value in raw.items()}
+
+    def set_control(self, run: str, control: Control) -> None:
+        with _redis_errors():
+            self.redis.hset("gend:control", run, msgspec.json.encode(control))
+
+    def progress(self) -> list[Progress]:
+        """Every run with how far it is, oldest first; one round trip a run."""
+        runs, controls = self.runs(), self.controls()
+        now_ms = self._now_ms()
+        with _redis_errors():
+            pipe = self.redis.pipeline(transaction=False)
+            for run in runs:
+                pipe.scard(f"gend:run:{run}:done")
+                pipe.zcount(f"gend:run:{run}:leases", now_ms, "+inf")
+                pipe.hgetall(f"gend:run:{run}:counts")
+            answers = pipe.execute()
+        return [
+            Progress(
+                run=run,
+                control=controls.get(run.id, Control()),
+                done_batches=done,
+                leased_batches=leased,
+                counts={field: int(value) for field, value in counts.items()},
+            )
+            for run, (done, leased, counts) in zip(runs.values(), zip(*[iter(answers)] * 3, strict=True), strict=True)
+        ]
+
+    # -- batches -------------------------------------------------------------------------------------------------
+
+    def claim(self, run: str, batch: int, claim: str, lease_seconds: float) -> Literal["claimed", "leased", "done"]:
+        """Try for a batch under the name `claim`."""
+        with _redis_errors():
+            answer = self._claim(keys=_keys(run)[:3], args=[batch, claim, round(lease_seconds * 1000)])
+        return cast(Literal["claimed", "leased", "done"], answer)
+
+    def renew(self, held: Mapping[tuple[str, int], str], lease_seconds: float) -> list[tuple[str, int]]:
+        """Prolong the leases of {(run, batch): claim}; returns those that are ours no longer."""
+        with _redis_errors():
+            pipe = self.redis.pipeline(transaction=False)
+            for (run, batch), claim in held.items():
+                self._renew(keys=_keys(run)[:3], args=[batch, claim, round(lease_seconds * 1000)], client=pipe)
+            return [key for key, kept in zip(held, pipe.execute(), strict=True) if not kept]
+
+    def give_back(self, run: str, batch: int, claim: str) -> None:
+        """Drop a lease before its time, so that somebody else can have the batch at once."""
+        with _redis_errors():
+            self._give_back(keys=_keys(run)[:3], args=[batch, claim])
+
+    def mark_done(self, run: str, batch: int, counts: Mapping[str, int]) -> bool:
+        """Say that the part of this batch is in the store; its counts add up once. False when it was marked before."""
+        pairs: list[str | int] = list(itertools.chain.from_iterable(counts.items()))
+        with _redis_errors():
+            return bool(self._mark_done(keys=_keys(run), args=[batch, *pairs]))
+
+    def add_done(self, run: str, batches: set[int]) -> None:
+        """Say of `batches` that a listing of the store has shown their parts."""
+        with _redis_errors():
+            for some in _chunks(sorted(batches), 10_000):
+                self.redis.sadd(f"gend:run:{run}:done", *some)
+
+    def forget_done(self, run: str, batches: set[int]) -> None:
+        """Say of `batches` that a listing of the store has not shown their parts: they are missing again."""
+        with _redis_errors():
+            for some in _chunks(sorted(batches), 10_000):
+                self.redis.srem(f"gend:run:{run}:done", *some)
+
+    def done(self, run: str) -> set[int]:
+        with _redis_errors():
+            return {int(batch) for batch in cast(set[str], self.redis.smembers(f"gend:run:{run}:done"))}
+
+    def leased(self, run: str) -> set[int]:
+        """Batches whose lease has not ended."""
+        now_ms = self._now_ms()
+        with _redis_errors():
+            live = self.redis.zrangebyscore(f"gend:run:{run}:leases", now_ms, "+inf")
+            return {int(batch) for batch in cast(list[str], live)}
+
+    def _now_ms(self) -> int:
+        with _redis_errors():
+            seconds, micros = self.redis.time()
+        return seconds * 1000 + micros // 1000
+
+    def release_owner(self, prefix: str) -> int:
+        """Give back every batch whose claim begins with `prefix` (a worker that is dead); how many there were."""
+        released = 0
+        with _redis_errors():
+            for run in cast(list[str], self.redis.hkeys("gend:runs")):
+                owners = cast(dict[str, str], self.redis.hgetall(f"gend:run:{run}:owners"))
+                for batch, claim in owners.items():
+                    if claim.startswith(prefix):
+                        released += int(cast(Any, self._give_back(keys=_keys(run)[:3], args=[batch, claim])))
+        return released
+
+    # -- hints: RQ -----------------------------------------------------------------------------------------------
+
+    def stock(self, run: Run, wanted: int) -> int:
+        """See that up to `wanted` jobs for missing batches wait in the run's RQ queue; returns how many were added.
+
+        RQ may lose, double or delay a job: a batch that is neither done, leased nor waiting is simply enqueued again.
+        """
+        from rq import Queue
+        from rq.serializers import JSONSerializer
+
+        queue = Queue(queue_name(run.id), connection=self.raw, serializer=JSONSerializer)
+        with _redis_errors():
+            waiting = {int(job.split("-")[-2]) for job in queue.get_job_ids()}
+        if len(waiting) * 2 > wanted:
+            return 0
+        taken = waiting | self.done(run.id) | self.leased(run.id)
+        missing = itertools.islice((b for b in range(run.batches) if b not in taken), wanted - len(waiting))
+        jobs = [
+            Queue.prepare_data(
+                JOB_FUNCTION,
+                args=[run.id, batch],
+                # Named anew each time: RQ's clean-up of a job that a killed worker left must not touch this one.
+                job_id=f"{run.id}-{batch}-{time.time_ns():x}",
+                timeout=-1,  # the lease bounds the work, not RQ: its timeout would be swallowed as a plain Exception
+                result_ttl=0,
+                failure_ttl=600,
+                description=f"{run.id}/{batch}",
+            )
+            for batch in missing
+        ]
+        if jobs:
+            with _redis_errors():
+                queue.enqueue_many(jobs)
+        return len(jobs)
+
+    def forget_queue(self, run: str) -> None:
+        """Empty a run's queue (paused, cancelled or finished): its hints are made again when they are wanted."""
+        from rq import Queue
+        from rq.serializers import JSONSerializer
+
+        with _redis_errors():
+            Queue(queue_name(run), connection=self.raw, serializer=JSONSerializer).empty()  # type: ignore[no-untyped-call]
+
+    # -- what the processes say of themselves --------------------------------------------------------------------
+
+    def publish(self, key: str, view: Any, expires_seconds: float) -> None:
+        """Store `view` as JSON under `key` for a while."""
+        with _redis_errors():
+            self.redis.set(key, msgspec.json.encode(view), px=round(expires_seconds * 1000))
+
+    def daemon(self) -> dict[str, Any] | None:
+        """The supervisor's last view, or None where none is alive."""
+        with _redis_errors():
+            raw = self.redis.get("gend:daemon")
+        return msgspec.json.decode(cast(str, raw)) if raw else None
+
+    def workers(self) -> list[dict[str, Any]]:
+        """The last views of all live workers."""
+        with _redis_errors():
+            keys = sorted(self.redis.scan_iter("gend:worker:*", count=1000))
+            raw = cast(list[str | None], self.redis.mget(keys)) if keys else []
+        return [msgspec.json.decode(value) for value in raw if value]
+
+    def sample(self, sample: Mapping[str, Any]) -> None:
+        """Add one sample of totals to the history."""
+        with _redis_errors():
+            pipe = self.redis.pipeline(transaction=True)
+            pipe.lpush("gend:history", msgspec.json.encode(sample))
+            pipe.ltrim("gend:history", 0, HISTORY_SAMPLES - 1)
+            pipe.execute()
+
+    def history(self, samples: int) -> list[dict[str, Any]]:
+        """The last `samples` samples, newest first."""
+        with _redis_errors():
+            raw = cast(list[str], self.redis.lrange("gend:history", 0, samples - 1))
+        return [msgspec.json.decode(value) for value in raw]
+
+
+JOB_FUNCTION = "gend.worker.run_batch"
+"""What an RQ job calls, by name only: the ledger does not import the worker."""
+
+
+def queue_name(run: str) -> str:
+    """The RQ queue of a run."""
+    return f"gend-{run}"
+
+
+def _keys(run: str) -> list[str]:
+    return [f"gend:run:{run}:{name}" for name in ("done", "leases", "owners", "counts")]
+
+
+def _chunks(values: list[int], size: int) -> Iterator[list[int]]:
+    return (values[start : start + size] for start in range(0, len(values), size))

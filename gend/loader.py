@@ -1,0 +1,271 @@
+"""The loader registers runs, and keeps the workers supplied.
+
+Registering, in this order, so that a run is there whole or not at all: the prompt set on this box, the set in the
+store, the run in the store, the run in the ledger. Each step may be done again; a set or run that is there already is
+left as it is. Beside the daemon, `keep_supplied` brings the ledger to agree with the store, fetches prompt sets that
+this box does not have, and sees that RQ always holds some jobs for what is missing.
+
+In the store:
+
+    sets/FINGERPRINT/prompts-00000.jsonl.zst ...    the accepted prompts, in pieces
+    sets/FINGERPRINT/rejects.jsonl                  the lines that were not accepted
+    sets/FINGERPRINT/set.json                       the PromptSet; written last
+    runs/RUN/run.json                               the Run
+    runs/RUN/control.json                           what people decided about it: state and priority
+    runs/RUN/parts/00000042.jsonl                   one part a batch
+"""
+
+import contextlib
+import datetime
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import zstandard
+
+import gend
+from gend import sets
+from gend.config import Settings
+from gend.errors import LedgerUnavailable, NotSound, SettingsError, StoreUnavailable, Unavailable
+from gend.ledger import Control, Ledger, Priority
+from gend.prompts import ReadOptions, Rejection, read_prompts
+from gend.records import PART_NAME, PromptSet, Run, Sampling, run_id, run_identity
+from gend.store import Store
+
+log = logging.getLogger("gend.loader")
+
+PIECE_BYTES = 64 << 20
+JOBS_AHEAD = 64  # jobs that wait in a run's RQ queue: enough for a second of the fastest servers, and small
+SAMPLE_SECONDS = 10.0
+
+
+class Registered(msgspec.Struct, frozen=True, kw_only=True):
+    """What `gend enqueue` reports. `new` is False when the same run was there already."""
+
+    run: str
+    new: bool
+    prompts: int
+    rejected: int
+    read: int
+    batches: int
+    rejects_file: str
+    fingerprint: str
+
+
+def read_set(
+    folder: Path,
+    sources: Sequence[str],
+    options: ReadOptions,
+    open_remote: Callable[[str], BinaryIO] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> PromptSet:
+    """Check a prompt file and keep what is accepted on this box. Raises PromptError (strict), SettingsError."""
+    with sets.SetWriter(folder, " ".join(sources)) as writer:
+        for line in read_prompts(list(sources), options, open_remote):
+            if isinstance(line, Rejection):
+                writer.reject(msgspec.json.encode(line) + b"\n")
+            else:
+                writer.accept(line)
+            if progress and (writer.accepted + writer.rejected) % 1000 == 0:
+                progress(writer.accepted + writer.rejected)
+        if not writer.accepted:
+            first = writer.first_reject()
+            raise SettingsError(
+                f"{' '.join(sources)}: no prompt was accepted ({writer.rejected} lines rejected"
+                f"{', the first: ' + first if first else ''}); nothing was registered"
+            )
+        return writer.finish()
+
+
+def register(
+    settings: Settings,
+    ledger: Ledger,
+    store: Store,
+    prompt_set: PromptSet,
+    name: str,
+    sampling: Sampling,
+    priority: Priority,
+) -> Registered:
+    """Make a run of a prompt set and enqueue what is missing. Raises StoreUnavailable, LedgerUnavailable."""
+    identity = run_identity(prompt_set.fingerprint, settings.model.path, sampling)
+    known = next((run for run in ledger.runs().values() if run.id.endswith(f"-{identity}")), None)
+    run = known or Run(
+        id=run_id(name, identity),
+        name=name,
+        set=prompt_set,
+        model=settings.model.path,
+        sampling=sampling,
+        batch_size=settings.work.batch_size,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+        gend_version=gend.__version__,
+    )
+    upload_set(settings.folder, store, prompt_set)
+    if not store.put(f"runs/{run.id}/run.json", msgspec.json.encode(run)):
+        run = stored_run(store, run.id)  # an earlier one: its batch size and all it was made with stand
+    control = Control(priority=priority)
+    store.put(f"runs/{run.id}/control.json", msgspec.json.encode(control))
+    new = ledger.add_run(run, control)
+    if new:
+        ledger.add_done(run.id, parts_in_store(store, run))
+        ledger.stock(run, JOBS_AHEAD)
+    return Registered(
+        run=run.id,
+        new=new,
+        prompts=run.set.accepted,
+        rejected=prompt_set.rejected,
+        read=prompt_set.read,
+        batches=run.batches,
+        rejects_file=str(sets.set_folder(settings.folder, prompt_set.fingerprint) / "rejects.jsonl"),
+        fingerprint=prompt_set.fingerprint,
+    )
+
+
+def control(ledger: Ledger, store: Store, run: str, changed: Control) -> None:
+    """Record what a person decided about a run: in the store first, so that it outlives Redis."""
+    store.replace(f"runs/{run}/control.json", msgspec.json.encode(changed))
+    ledger.set_control(run, changed)
+
+
+# -- prompt sets in the store ------------------------------------------------------------------------------------
+
+
+def upload_set(folder: Path, store: Store, prompt_set: PromptSet) -> None:
+    """Copy a prompt set from this box to the store, unless it is there. `set.json` comes last and makes it whole."""
+    home = f"sets/{prompt_set.fingerprint}"
+    if store.exists(f"{home}/set.json"):
+        return
+    compressor = zstandard.ZstdCompressor(level=1)
+    for number, piece in enumerate(sets.pieces(folder, prompt_set.fingerprint, PIECE_BYTES)):
+        store.replace(f"{home}/prompts-{number:05d}.jsonl.zst", compressor.compress(piece))
+    rejects = sets.set_folder(folder, prompt_set.fingerprint) / "rejects.jsonl"
+    store.replace(f"{home}/rejects.jsonl", rejects.read_bytes())
+    store.replace(f"{home}/set.json", msgspec.json.encode(prompt_set))
+
+
+def fetch_set(folder: Path, store: Store, prompt_set: PromptSet) -> None:
+    """Bring a prompt set from the store to this box, unless it is here. Raises NotSound if it is damaged there."""
+    if sets.present(folder, prompt_set.fingerprint):
+        return
+    log.info("prompt set %s: fetching %d prompts from the store", prompt_set.fingerprint[:12], prompt_set.accepted)
+    with sets.SetWriter(folder, prompt_set.source) as writer:
+        for number in range(1 << 30):
+            piece = store.get(f"sets/{prompt_set.fingerprint}/prompts-{number:05d}.jsonl.zst")
+            if piece is None:
+                break
+            for line in zstandard.ZstdDecompressor().decompress(piece).splitlines(keepends=True):
+                writer.accept(line)
+        for line in (store.get(f"sets/{prompt_set.fingerprint}/rejects.jsonl") or b"").splitlines(keepends=True):
+            writer.reject(line)
+        fetched = writer.finish()
+    if fetched.fingerprint != prompt_set.fingerprint:
+        raise NotSound(
+            f"prompt set {prompt_set.fingerprint[:12]} in the store is damaged: it holds {fetched.accepted} of "
+            f"{prompt_set.accepted} prompts; enqueue the file again to mend it"
+        )
+
+
+# -- what the store knows of runs --------------------------------------------------------------------------------
+
+
+def stored_run(store: Store, run: str) -> Run:
+    """The run as it was registered. Raises NotSound if there is none, or it cannot be read."""
+    raw = store.get(f"runs/{run}/run.json")
+    if raw is None:
+        raise NotSound(f"run {run}: the store {store.url} has no such run")
+    try:
+        return msgspec.json.decode(raw, type=Run)
+    except msgspec.DecodeError as error:
+        raise NotSound(f"run {run}: runs/{run}/run.json in the store cannot be read: {error}") from error
+
+
+def parts_in_store(store: Store, run: Run) -> set[int]:
+    """The batches of a run that have a part in the store; names that are not ours are not counted."""
+    numbers = set()
+    for key, size in store.list(f"runs/{run.id}/parts/"):
+        name = PART_NAME.match(key.rpartition("/")[2])
+        if name and size and int(name[1]) < run.batches:
+            numbers.add(int(name[1]))
+    return numbers
+
+
+def reconcile(ledger: Ledger, store: Store) -> None:
+    """Make the ledger agree with the store: every run there, and exactly the batches done that have a part."""
+    for name in store.folders("runs/"):
+        try:
+            run = stored_run(store, name)
+        except NotSound as error:
+            log.warning("%s; left alone", error)
+            continue
+        raw = store.get(f"runs/{run.id}/control.json")
+        ledger.add_run(run, msgspec.json.decode(raw, type=Control) if raw else Control())
+        before = ledger.done(run.id)
+        parts = parts_in_store(store, run)
+        if stale := before - parts:
+            log.warning("run %s: %d batches were marked done and have no part: made again", run.id, len(stale))
+            ledger.forget_done(run.id, stale)
+        if parts - before:
+            log.info("run %s: %d parts found in the store", run.id, len(parts - before))
+            ledger.add_done(run.id, parts)
+    ledger.mark_rebuilt()
+
+
+# -- beside the daemon -------------------------------------------------------------------------------------------
+
+
+def keep_supplied(settings: Settings, ledger: Ledger, store: Store, stopped: Callable[[float], bool]) -> None:
+    """Until `stopped(seconds)`, which waits that long and says whether to end, keep the workers supplied."""
+    agreed = False
+    sampled = 0.0
+    while True:
+        try:
+            if not agreed or not ledger.rebuilt():
+                reconcile(ledger, store)
+                agreed = True
+            supply(settings, ledger, store)
+            if time.monotonic() - sampled > SAMPLE_SECONDS:
+                sampled = time.monotonic()
+                ledger.sample(sample(ledger))
+        except (StoreUnavailable, LedgerUnavailable, SettingsError) as error:
+            log.warning("%s; trying again", error)
+            with contextlib.suppress(LedgerUnavailable):
+                if ledger.rebuilt():  # an agreed ledger is good enough to work from while the store is away
+                    supply(settings, ledger, store)
+            if stopped(2.0):
+                return
+        if stopped(0.5):
+            return
+
+
+def supply(settings: Settings, ledger: Ledger, store: Store) -> None:
+    """See that each active run has its prompts here and jobs in its queue."""
+    for progress in ledger.progress():
+        run = progress.run
+        if progress.control.state != "active" or progress.finished:
+            ledger.forget_queue(run.id)
+            continue
+        try:
+            fetch_set(settings.folder, store, run.set)
+        except (NotSound, Unavailable) as error:
+            log.warning("run %s waits: %s", run.id, error)
+            continue
+        ledger.stock(run, JOBS_AHEAD)
+
+
+def sample(ledger: Ledger) -> dict[str, Any]:
+    """Totals now, for rates over time: by run, rows and tokens of done batches; by server, of everything."""
+    return {
+        "at": round(time.time(), 1),
+        "runs": {
+            progress.run.id: {name: progress.counts.get(name, 0) for name in ("rows", "completion_tokens")}
+            for progress in ledger.progress()
+            if not progress.finished
+        },
+        "servers": {
+            worker["server"]: {"in_flight": worker["in_flight"], "limit": worker["limit"], **worker["totals"]}
+            for worker in ledger.workers()
+        },
+    }
+

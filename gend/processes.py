@@ -1,0 +1,181 @@
+"""Processes of this box: start one in a session of its own, know it again later, and end all of it.
+
+A process is known by its pid *and* start time, since pids are used again. What a daemon started is written down in
+FOLDER/processes/NAME.json, so that the next daemon finds what a killed one left.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from gend.errors import SettingsError
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that was started: `started` is its start time (seconds since the epoch, as psutil gives it).
+
+    `argv` and `port` say what it is, so that a later daemon can tell whether it wants to adopt it.
+    """
+
+    name: str
+    pid: int
+    started: float
+    argv: list[str]
+    port: int = 0
+
+
+class Process:
+    """One process in a session of its own, started here or left by an earlier daemon."""
+
+    def __init__(self, identity: Identity, popen: "subprocess.Popen[bytes] | None", record: Path):
+        self.identity, self._popen, self._record = identity, popen, record
+
+    @property
+    def pid(self) -> int:
+        return self.identity.pid
+
+    def exit_code(self) -> int | None:
+        """None while it lives; what it ended with (negative: the signal), or -1 where only its parent knew."""
+        if self._popen is not None:
+            return self._popen.poll()
+        return None if _same(self.identity) else -1
+
+    def terminate(self) -> None:
+        """Ask the leader alone: SGLang takes a TERM to its whole group for a crash."""
+        with contextlib.suppress(ProcessLookupError):
+            if self.exit_code() is None:
+                os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End the whole session, at once."""
+        for process in self.members():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def members(self) -> list[psutil.Process]:
+        """Everything that lives of it: its session, with children whose parent is gone."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                if os.getsid(process.pid) == self.pid and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def forget(self) -> None:
+        """It is gone, all of it: remove the record."""
+        self._record.unlink(missing_ok=True)
+
+
+def start(
+    folder: Path, name: str, argv: Sequence[str], environment: Mapping[str, str], port: int = 0, cwd: Path | None = None
+) -> Process:
+    """Start `argv` in a new session with output in FOLDER/logs/NAME.log. Raises SettingsError if it cannot start."""
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    (folder / "processes").mkdir(parents=True, exist_ok=True)
+    with open(log_path(folder, name), "ab") as log:
+        try:
+            popen = subprocess.Popen(
+                list(argv), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(environment), cwd=cwd,
+                start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise SettingsError(f"cannot start {name}: {argv[0]}: {error.strerror}; check servers.command") from error
+    identity = Identity(name=name, pid=popen.pid, started=_start_time(popen.pid), argv=list(argv), port=port)
+    record = folder / "processes" / f"{name}.json"
+    temporary = record.with_suffix(".new")
+    temporary.write_bytes(msgspec.json.encode(identity))
+    temporary.replace(record)
+    return Process(identity, popen, record)
+
+
+def left_behind(folder: Path) -> list[Process]:
+    """What an earlier daemon started and did not see end: alive, or with members of its session alive."""
+    found = []
+    for record in sorted((folder / "processes").glob("*.json")):
+        try:
+            identity = msgspec.json.decode(record.read_bytes(), type=Identity)
+        except (msgspec.DecodeError, OSError):
+            record.unlink(missing_ok=True)
+            continue
+        process = Process(identity, None, record)
+        # A session keeps its leader's pid for as long as a member lives, so the pid cannot be somebody else's then.
+        if process.exit_code() is None or (not psutil.pid_exists(identity.pid) and process.members()):
+            found.append(process)
+        else:
+            process.forget()
+    return found
+
+
+def log_path(folder: Path, name: str) -> Path:
+    """Where the output of a child goes."""
+    return folder / "logs" / f"{name}.log"
+
+
+def log_tail(folder: Path, name: str, lines: int = 12, tail_bytes: int = 16_384) -> list[str]:
+    """The last lines of a child's log."""
+    try:
+        with open(log_path(folder, name), "rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - tail_bytes))
+            return log.read().decode("utf-8", "replace").splitlines()[-lines:]
+    except FileNotFoundError:
+        return []
+
+
+def port_free(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether a server could listen there now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def port_holder(port: int) -> str:
+    """Who listens on a port, in words; "another process" where the kernel does not tell us."""
+    with contextlib.suppress(psutil.Error):
+        for connection in psutil.net_connections("tcp"):
+            if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
+                if connection.pid:
+                    return f"pid {connection.pid} ({psutil.Process(connection.pid).name()})"
+                break
+    return "another process"
+
+
+def box_name(folder: Path) -> str:
+    """How the names of this box' workers begin: another box on the same Redis has another host or folder."""
+    return f"{os.uname().nodename}-{folder.stat().st_ino:x}"
+
+
+def die_with_parent(number: int = signal.SIGTERM) -> None:
+    """Ask the kernel to send us a signal when our parent dies, however it dies. Linux only, like the product."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:  # it died before we had asked
+        os.kill(os.getpid(), number)
+
+
+def _start_time(pid: int) -> float:
+    try:
+        return psutil.Process(pid).create_time()
+    except psutil.NoSuchProcess:
+        return 0.0
+
+
+def _same(identity: Identity) -> bool:
+    try:
+        process = psutil.Process(identity.pid)
+        return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - identity.started) < 0.05
+    except psutil.NoSuchProcess:
+        return False

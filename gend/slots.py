@@ -1,0 +1,93 @@
+"""Slots: how many requests may be in flight at one server, and whose turn is next.
+
+Prompts of all open batches wait in one place, by rank (0 is the highest priority), then fairly between runs, then in
+the order of their batches: this is what keeps a server full across batches, with no barrier between them.
+"""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator
+
+from gend.errors import Draining
+
+
+class Slots:
+    """A limit with a fair, ranked waiting room. Use from one asyncio loop."""
+
+    def __init__(self) -> None:
+        self.limit = 0
+        self.in_flight = 0
+        self.closed = False
+        self.changed = asyncio.Event()  # something was taken or given back: look again whether more is wanted
+        self._rooms: dict[int, dict[str, deque[asyncio.Future[None]]]] = {}
+
+    @contextlib.asynccontextmanager
+    async def slot(self, rank: int, run: str, first: bool = False) -> AsyncIterator[None]:
+        """Hold a slot for the block. `first`: ahead of the run's others (a retry). Raises Draining once closed."""
+        await self._enter(rank, run, first)
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            self._admit()
+            self.changed.set()
+
+    def waiting(self, rank: int) -> int:
+        """How many prompts of this rank or a higher priority wait for a slot."""
+        return sum(len(queue) for r, runs in self._rooms.items() if r <= rank for queue in runs.values())
+
+    def set_limit(self, limit: int) -> None:
+        """Let this many be in flight; when it shrinks, those in flight go on to their end."""
+        self.limit = limit
+        self._admit()
+        self.changed.set()
+
+    def close(self, run: str | None = None) -> None:
+        """Send away all who wait (of one run, or of all for good): they raise Draining. Those in flight go on."""
+        self.closed = self.closed or run is None
+        for runs in self._rooms.values():
+            for name in list(runs) if run is None else [run]:
+                for future in runs.pop(name, ()):
+                    if not future.done():
+                        future.set_exception(Draining("nothing new is sent"))
+        self.changed.set()
+
+    async def _enter(self, rank: int, run: str, first: bool) -> None:
+        if self.closed:
+            raise Draining("nothing new is sent")
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        queue = self._rooms.setdefault(rank, {}).setdefault(run, deque())
+        if first:
+            queue.appendleft(future)
+        else:
+            queue.append(future)
+        self._admit()
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:  # admitted just now
+                self.in_flight -= 1
+                self._admit()
+            raise
+
+    def _admit(self) -> None:
+        while self.in_flight < self.limit:
+            future = self._next()
+            if future is None:
+                return
+            self.in_flight += 1
+            future.set_result(None)
+
+    def _next(self) -> asyncio.Future[None] | None:
+        for rank in sorted(self._rooms):
+            runs = self._rooms[rank]
+            for run in list(runs):
+                queue = runs.pop(run)
+                while queue:
+                    future = queue.popleft()
+                    if not future.done():
+                        if queue:
+                            runs[run] = queue  # to the end: the next slot is another run's
+                        return future
+        return None

@@ -1,0 +1,132 @@
+"""The spool: local files in which a batch's rows collect before they become a part. Scratch: losing it costs time.
+
+    FOLDER/spool/RUN/BATCH/CLAIM.rows
+
+One file for each claim, written only by the claim's holder and never opened for writing again. So a late owner cannot
+harm a new one: the new owner reads what all earlier claims left and writes a file of its own. A line is the CRC-32 of
+the row, a space, the row, a newline; what does not check (a torn tail, blocks that a power cut filled with zeros) is
+not a row. A row is written at once, which survives any kill, and made durable with `sync`, which survives a power cut.
+"""
+
+import contextlib
+import os
+import shutil
+import zlib
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import msgspec
+
+from gend.errors import DiskUnavailable, NotSound
+from gend.records import Batch
+
+
+class _RowId(msgspec.Struct):
+    id: str
+
+
+_decode_id = msgspec.json.Decoder(_RowId).decode
+
+
+def batch_folder(folder: Path, run: str, number: int) -> Path:
+    """Where the rows of a batch collect."""
+    return folder / "spool" / run / f"{number:08d}"
+
+
+class Spool:
+    """The rows of one batch under one claim. Methods raise DiskUnavailable when the disk refuses."""
+
+    def __init__(self, folder: Path, batch: Batch, claim: str):
+        self.home = batch_folder(folder, batch.run, batch.number)
+        self._path = self.home / f"{claim}.rows"
+        self._descriptor = -1
+        self._end = 0  # everything up to here is whole lines
+        self._synced = 0
+
+    def append(self, row: bytes) -> None:
+        """Add one row (its JSON, without newline). After a refusal nothing of it is left, so it can be tried again."""
+        line = b"%08x %s\n" % (zlib.crc32(row), row)
+        try:
+            if self._descriptor < 0:
+                self.home.mkdir(parents=True, exist_ok=True)
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                self._descriptor = os.open(self._path, flags, 0o600)
+            written = os.pwrite(self._descriptor, line, self._end)
+            if written != len(line):
+                raise OSError(28, "disk full: only a part of the row was written")
+        except OSError as error:
+            if self._descriptor >= 0:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._descriptor, self._end)
+            raise DiskUnavailable(f"spool {self._path}: {error.strerror}") from error
+        self._end += len(line)
+
+    def sync(self) -> None:
+        """Make every row that was appended survive a power cut."""
+        end = self._end
+        if end == self._synced:
+            return
+        try:
+            os.fdatasync(self._descriptor)
+        except OSError as error:
+            raise DiskUnavailable(f"spool {self._path}: {error.strerror}") from error
+        self._synced = end
+
+    def rows(self) -> dict[str, bytes]:
+        """Every whole row of this batch by prompt id, whoever wrote it; for an id that came twice, the first one."""
+        rows: dict[str, bytes] = {}
+        for line in self._lines():
+            if row := checked_row(line):
+                rows.setdefault(_decode_id(row).id, row)
+        return rows
+
+    def _lines(self) -> Iterator[bytes]:
+        # Our own file through its descriptor: it can be read even when somebody has removed the folder.
+        try:
+            names = sorted(name for name in os.listdir(self.home) if name.endswith(".rows"))
+        except FileNotFoundError:
+            names = []
+        try:
+            for name in names:
+                if self._descriptor < 0 or name != self._path.name:
+                    with contextlib.suppress(FileNotFoundError):
+                        yield from (self.home / name).read_bytes().split(b"\n")
+            if self._descriptor >= 0:
+                yield from os.pread(self._descriptor, self._end, 0).split(b"\n")
+        except OSError as error:
+            raise DiskUnavailable(f"spool {self.home}: {error.strerror}") from error
+
+    def part(self, ids: Collection[str]) -> bytes:
+        """The batch as a part: exactly one row for each of `ids`, in that order. Raises NotSound if one is missing."""
+        rows = self.rows()
+        missing = [prompt for prompt in ids if prompt not in rows]
+        if missing:
+            raise NotSound(f"spool {self.home}: {len(missing)} of {len(ids)} rows are missing, first {missing[0]!r}")
+        return b"".join(rows[prompt] + b"\n" for prompt in ids)
+
+    def close(self) -> None:
+        """Close the file; its rows stay for whoever claims the batch next."""
+        if self._descriptor >= 0:
+            with contextlib.suppress(DiskUnavailable):  # a file of scratch that will not sync costs time, no rows
+                self.sync()
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def delete(self) -> None:
+        """Remove everything of this batch, once its part is in the store and marked done."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        shutil.rmtree(self.home, ignore_errors=True)
+
+
+def checked_row(line: bytes) -> bytes | None:
+    """The row in one spool line, or None when the line is torn or garbled."""
+    if len(line) < 10 or line[8:9] != b" ":
+        return None
+    try:
+        expected = int(line[:8], 16)
+    except ValueError:
+        return None
+    row = line[9:]
+    return row if zlib.crc32(row) == expected else None

@@ -1,0 +1,328 @@
+"""The store: where parts are, the only thing that outlives the box. A folder (`file:///`) or S3 (`s3://bucket/prefix`).
+
+An object is written whole or not at all, and where the store can (`If-None-Match: *`; a hard link in a folder) it is
+never replaced. Where a store ignores the condition, the last whole object wins, which is as good: both hold the same
+rows of the same prompts.
+"""
+
+import base64
+import contextlib
+import hashlib
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, TypeVar, cast
+from urllib.parse import unquote, urlsplit
+
+from gend.errors import SettingsError, StoreUnavailable
+
+T = TypeVar("T")
+
+
+class Store(Protocol):
+    """What both kinds can do. Keys are relative, with `/`. Everything raises StoreUnavailable, SettingsError."""
+
+    url: str
+
+    def put(self, key: str, body: bytes) -> bool:
+        """Write an object whole; False when one was there already and was left alone."""
+
+    def replace(self, key: str, body: bytes) -> None:
+        """Write an object whole, over one that is there."""
+
+    def get(self, key: str) -> bytes | None:
+        """The object, or None."""
+
+    def exists(self, key: str) -> bool: ...
+
+    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """Keys that begin with `prefix`, sorted, each with its size in bytes."""
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        """The names directly below `prefix` (which ends with `/`) that have something below them, sorted."""
+
+    def check(self) -> None:
+        """Whether we can read and write here. Raises SettingsError with what to change."""
+
+
+def open_store(url: str, endpoint: str = "", region: str = "", patience_seconds: float = 20.0) -> Store:
+    """The store at `url`. `patience_seconds`: how long one call keeps trying while the store is away."""
+    if not url:
+        raise SettingsError("store.url is empty: say where parts shall go, s3://bucket/prefix or file:///folder")
+    parts = urlsplit(url)
+    if parts.scheme == "file":
+        if parts.netloc:
+            raise SettingsError(f"store.url: {url}: a folder is written file:///folder, with three slashes")
+        return FolderStore(Path(unquote(parts.path)))
+    if not parts.netloc:
+        raise SettingsError(f"store.url: {url}: the bucket is missing; write s3://bucket/prefix")
+    return S3Store(parts.netloc, parts.path.strip("/"), endpoint, region, patience_seconds)
+
+
+class FolderStore:
+    """Objects as files below a folder."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.url = root.absolute().as_uri()
+
+    def _path(self, key: str) -> Path:
+        path = self.root / key
+        if key.startswith("/") or "\0" in key or ".." in key.split("/"):
+            raise SettingsError(f"store key {key!r} would leave {self.root}")
+        return path
+
+    def _write(self, key: str, body: bytes, replace: bool) -> bool:
+        path = self._path(key)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, temporary = tempfile.mkstemp(prefix=".new-", dir=path.parent)
+            try:
+                with open(descriptor, "wb") as file:
+                    os.fchmod(file.fileno(), 0o644)
+                    file.write(body)
+                    file.flush()
+                    os.fsync(file.fileno())
+                if replace:
+                    os.replace(temporary, path)
+                else:
+                    os.link(temporary, path)  # unlike rename, fails where a file is there
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(temporary)
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise StoreUnavailable(f"store {self.root}: {error.strerror or error}") from error
+        return True
+
+    def put(self, key: str, body: bytes) -> bool:
+        return self._write(key, body, replace=False)
+
+    def replace(self, key: str, body: bytes) -> None:
+        self._write(key, body, replace=True)
+
+    def get(self, key: str) -> bytes | None:
+        try:
+            return self._path(key).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise StoreUnavailable(f"store {self.root}: {error.strerror}") from error
+
+    def exists(self, key: str) -> bool:
+        return self._path(key).is_file()
+
+    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        base = self._path(prefix)
+        start = base if prefix.endswith("/") or not prefix else base.parent
+        found = []
+        for home, folders, names in os.walk(start):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            for name in names:
+                path = Path(home, name)
+                key = path.relative_to(self.root).as_posix()
+                if key.startswith(prefix) and not name.startswith(".new-"):
+                    with contextlib.suppress(FileNotFoundError):
+                        found.append((key, path.stat().st_size))
+        return iter(sorted(found))
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        home = self._path(prefix)
+        return iter(sorted(path.name for path in home.iterdir() if path.is_dir())) if home.is_dir() else iter(())
+
+    def check(self) -> None:
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.root):
+                pass
+        except OSError as error:
+            raise SettingsError(f"store.url: {self.root} cannot be written: {error.strerror}") from error
+
+
+# Answers that mean "not now": asked to slow down, their own trouble, or credentials that may come back.
+_LATER = {
+    "SlowDown", "ServiceUnavailable", "InternalError", "RequestTimeout", "Throttling", "ThrottlingException",
+    "RequestLimitExceeded", "OperationAborted", "ExpiredToken", "RequestTimeTooSkewed", "TokenRefreshRequired",
+    "500", "502", "503", "504", "429", "408", "BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch",
+}  # fmt: skip
+# Answers that no waiting mends when we have only just started.
+_SETTINGS = {
+    "NoSuchBucket": "the bucket does not exist: create it, or change store.url",
+    "InvalidAccessKeyId": "the access key is unknown there: check AWS_ACCESS_KEY_ID",
+    "SignatureDoesNotMatch": "the secret key is wrong: check AWS_SECRET_ACCESS_KEY",
+    "AccessDenied": "these credentials may not do that here: check key, secret and the bucket's policy",
+    "403": "these credentials may not do that here: check key, secret and the bucket's policy",
+    "PermanentRedirect": "the bucket is in another region: set store.region",
+    "AuthorizationHeaderMalformed": "the bucket is in another region: set store.region",
+    "InvalidBucketName": "not a bucket name: change store.url",
+}
+
+
+class S3Store:
+    """Objects in S3 or a compatible store (`endpoint`), through boto3."""
+
+    def __init__(self, bucket: str, prefix: str, endpoint: str, region: str, patience_seconds: float):
+        self.bucket, self.prefix, self.endpoint, self.region = bucket, prefix, endpoint, region
+        self.patience_seconds = patience_seconds
+        self.url = f"s3://{bucket}/{prefix}".rstrip("/")
+        self._conditional = True
+        self._made_client: Any = None
+
+    @property
+    def _client(self) -> Any:
+        if self._made_client is None:
+            import boto3
+            from botocore.config import Config
+
+            config = Config(
+                # One retry policy for the store, and it is `_retry`: the SDK's own gives up after about 1.6 s.
+                retries={"total_max_attempts": 1, "mode": "standard"},
+                connect_timeout=10,
+                read_timeout=60,
+                max_pool_connections=32,
+                s3={"addressing_style": "path"} if self.endpoint else {},
+                # The default sends bodies as aws-chunked over TLS, which compatible stores answer with 501.
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+            )
+            self._made_client = boto3.session.Session().client(
+                "s3", endpoint_url=self.endpoint or None, region_name=self.region or None, config=config
+            )
+        return self._made_client
+
+    def _key(self, key: str) -> str:
+        return f"{self.prefix}/{key}" if self.prefix else key
+
+    def _retry(self, what: str, call: Callable[[], T]) -> T:
+        """Run `call`, again and again with jitter while the store is away, for at most `patience_seconds`."""
+        from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, PartialCredentialsError
+
+        deadline, pause = time.monotonic() + self.patience_seconds, 0.2
+        while True:
+            try:
+                return call()
+            except (NoCredentialsError, PartialCredentialsError) as error:
+                raise SettingsError(
+                    f"store {self.url}: {error}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ~/.aws/credentials"
+                ) from error
+            except ClientError as error:
+                code = str(error.response.get("Error", {}).get("Code", ""))
+                if code in _SETTINGS:
+                    raise SettingsError(f"store {self.url}: {what}: {code}: {_SETTINGS[code]}") from error
+                if code not in _LATER:
+                    raise
+                if code in ("ExpiredToken", "TokenRefreshRequired"):
+                    self._made_client = None  # reads the credentials again: somebody may have renewed them
+                reason = code
+            except (BotoCoreError, OSError) as error:  # no route, reset, timeout, cut in the middle
+                reason = str(error)
+            if time.monotonic() + pause > deadline:
+                raise StoreUnavailable(f"store {self.url}: {what}: {reason}")
+            time.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(pause * 2, 15.0)
+
+    def put(self, key: str, body: bytes) -> bool:
+        from botocore.exceptions import ClientError
+
+        condition = {"IfNoneMatch": "*"} if self._conditional else {}
+        try:
+            self._retry(f"put {key}", lambda: self._put(key, body, condition))
+        except ClientError as error:
+            code = str(error.response.get("Error", {}).get("Code", ""))
+            if code in ("PreconditionFailed", "412"):
+                return False
+            if code in ("NotImplemented", "501") and condition:
+                self._conditional = False  # a store that refuses the condition: the last whole object wins there
+                return self.put(key, body)
+            raise StoreUnavailable(f"store {self.url}: put {key}: {code}: {_message(error)}") from error
+        return True
+
+    def replace(self, key: str, body: bytes) -> None:
+        self._call(f"put {key}", lambda: self._put(key, body, {}))
+
+    def _put(self, key: str, body: bytes, condition: dict[str, str]) -> None:
+        # The digest is sent as a header, so that a body damaged on the way is refused, over TLS and plain alike.
+        digest = base64.b64encode(hashlib.sha256(body).digest()).decode()
+        self._client.put_object(
+            Bucket=self.bucket, Key=self._key(key), Body=body, ChecksumSHA256=digest, **condition
+        )  # fmt: skip
+
+    def get(self, key: str) -> bytes | None:
+        def read() -> bytes:
+            return cast(bytes, self._client.get_object(Bucket=self.bucket, Key=self._key(key))["Body"].read())
+
+        return self._call(f"get {key}", read)
+
+    def exists(self, key: str) -> bool:
+        return (
+            self._call(f"head {key}", lambda: self._client.head_object(Bucket=self.bucket, Key=self._key(key)))
+            is not None
+        )
+
+    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        cut = len(self._key(""))
+        for page in self._pages(prefix):
+            yield from ((item["Key"][cut:], item["Size"]) for item in page.get("Contents", ()))
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        cut = len(self._key(prefix))
+        for page in self._pages(prefix, Delimiter="/"):
+            yield from (item["Prefix"][cut:].rstrip("/") for item in page.get("CommonPrefixes", ()))
+
+    def _pages(self, prefix: str, **options: str) -> Iterator[dict[str, Any]]:
+        while True:
+            query = {"Bucket": self.bucket, "Prefix": self._key(prefix), "MaxKeys": 1000, **options}
+            page = self._call(f"list {prefix}", lambda query=query: self._client.list_objects_v2(**query))  # type: ignore[misc]
+            if page is None:
+                raise SettingsError(f"store {self.url}: list: {_SETTINGS['NoSuchBucket']}")
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            options["ContinuationToken"] = page["NextContinuationToken"]
+
+    def _call(self, what: str, call: Callable[[], T]) -> T | None:
+        """`_retry`, with None for what is not there."""
+        from botocore.exceptions import ClientError
+
+        try:
+            return self._retry(what, call)
+        except ClientError as error:
+            code = str(error.response.get("Error", {}).get("Code", ""))
+            if code in ("NoSuchKey", "404", "NotFound"):
+                return None
+            raise StoreUnavailable(f"store {self.url}: {what}: {code}: {_message(error)}") from error
+
+    def check(self) -> None:
+        for _ in self.list("runs/"):
+            break
+        probe = f"probe-{os.getpid()}-{time.time_ns():x}"
+        self.replace(probe, b"gend was here")
+        self._call("delete", lambda: self._client.delete_object(Bucket=self.bucket, Key=self._key(probe)))
+
+
+def open_object(endpoint: str, region: str) -> Callable[[str], BinaryIO]:
+    """A function that opens any `s3://bucket/key` for reading as a stream, for prompt files that lie there."""
+
+    def open_it(url: str) -> BinaryIO:
+        parts = urlsplit(url)
+        reader = S3Store(parts.netloc, "", endpoint, region, 20.0)
+        key = parts.path.lstrip("/")
+        answer: Any = reader._call(f"get {key}", lambda: reader._client.get_object(Bucket=reader.bucket, Key=key))
+        if answer is None:
+            raise SettingsError(f"{url}: there is no such object")
+        return cast(BinaryIO, answer["Body"])
+
+    return open_it
+
+
+def _message(error: Any) -> str:
+    return str(error.response.get("Error", {}).get("Message", ""))[:200]

