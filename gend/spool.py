@@ -63,12 +63,14 @@ class Spool:
 
     def sync(self) -> None:
         """Make every row that was appended survive a power cut."""
-        end = self._end
-        if end == self._synced:
+        descriptor, end = self._descriptor, self._end
+        if descriptor < 0 or end == self._synced:
             return
         try:
-            os.fdatasync(self._descriptor)
+            os.fdatasync(descriptor)
         except OSError as error:
+            if self._descriptor != descriptor:  # closed by another thread meanwhile: the batch has ended
+                return
             raise DiskUnavailable(f"spool {self._path}: {error.strerror}") from error
         self._synced = end
 
@@ -109,15 +111,17 @@ class Spool:
         if self._descriptor >= 0:
             with contextlib.suppress(DiskUnavailable):  # a file of scratch that will not sync costs time, no rows
                 self.sync()
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._let_go()
 
     def delete(self) -> None:
         """Remove everything of this batch, once its part is in the store and marked done."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._let_go()
         shutil.rmtree(self.home, ignore_errors=True)
+
+    def _let_go(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def checked_row(line: bytes) -> bytes | None:
