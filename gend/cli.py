@@ -62,7 +62,7 @@ class Context:
     def store(self, settings: Settings) -> "Store":
         from gend.store import open_store
 
-        return open_store(settings.store.url, settings.store.endpoint, settings.store.region)
+        return open_store(settings.store)
 
 
 class Group(click.Group):

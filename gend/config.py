@@ -45,12 +45,14 @@ class Servers(_Section, frozen=True):
 
 class Redis(_Section, frozen=True):
     url: str = ""
+    patience_seconds: Seconds = 20.0
 
 
 class Store(_Section, frozen=True):
     url: str = ""
     endpoint: str = ""
     region: str = ""
+    patience_seconds: Seconds = 20.0
 
 
 class Work(_Section, frozen=True):
@@ -127,6 +129,8 @@ def settings_from(raw: dict[str, Any], where: str) -> Settings:
         raise SettingsError(f'{where}: servers.gpus: "all" or a list of numbers, got "{gpus}"')
     if settings.store.url and not settings.store.url.startswith(("s3://", "file:///")):
         raise SettingsError(f"{where}: store.url: s3://bucket/prefix or file:///folder, got {settings.store.url!r}")
+    if settings.store.endpoint and not settings.store.endpoint.startswith(("http://", "https://")):
+        raise SettingsError(f"{where}: store.endpoint: https://host:port, got {settings.store.endpoint!r}")
     return settings
 
 

@@ -5,7 +5,7 @@ Everything here is plain data. What is written to disk, Redis or the store is JS
 
 import hashlib
 import re
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -16,13 +16,16 @@ PART_NAME = re.compile(r"^(\d{8})\.jsonl$")
 
 
 class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How replies are drawn: part of a run's identity. `None` leaves a value to the server."""
+    """How replies are drawn: part of a run's identity. `None` leaves a value to the server.
 
-    temperature: float | None = 1.0
-    top_p: float | None = 0.95
-    top_k: int | None = 20
-    min_p: float | None = None
-    max_tokens: int = 16384
+    The bounds are the engine's: a value outside would have every single prompt refused.
+    """
+
+    temperature: Annotated[float, msgspec.Meta(ge=0)] | None = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = 0.95
+    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = 20
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 16384
     thinking: bool | None = True
     seed: int = 7
 

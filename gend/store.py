@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar, cast
 from urllib.parse import unquote, urlsplit
 
+from gend.config import Store as StoreSettings
 from gend.errors import SettingsError, StoreUnavailable
 
 T = TypeVar("T")
@@ -48,8 +49,9 @@ class Store(Protocol):
         """Whether we can read and write here. Raises SettingsError with what to change."""
 
 
-def open_store(url: str, endpoint: str = "", region: str = "", patience_seconds: float = 20.0) -> Store:
-    """The store at `url`. `patience_seconds`: how long one call keeps trying while the store is away."""
+def open_store(settings: StoreSettings) -> Store:
+    """The store that the settings name. Raises SettingsError when they name none."""
+    url = settings.url
     if not url:
         raise SettingsError("store.url is empty: say where parts shall go, s3://bucket/prefix or file:///folder")
     parts = urlsplit(url)
@@ -59,7 +61,9 @@ def open_store(url: str, endpoint: str = "", region: str = "", patience_seconds:
         return FolderStore(Path(unquote(parts.path)))
     if not parts.netloc:
         raise SettingsError(f"store.url: {url}: the bucket is missing; write s3://bucket/prefix")
-    return S3Store(parts.netloc, parts.path.strip("/"), endpoint, region, patience_seconds)
+    return S3Store(
+        parts.netloc, parts.path.strip("/"), settings.endpoint, settings.region, settings.patience_seconds
+    )
 
 
 class FolderStore:

@@ -326,7 +326,8 @@ async def supervise(settings: Settings, config: Path, redis_url: str, until_idle
     """`gend up`: gives the exit code. Raises SettingsError, Unavailable."""
     places = seats(settings, gpus)
     ledger = Ledger(redis_url, patience_seconds=2.0)
-    deadline = time.monotonic() + REDIS_PATIENCE_SECONDS
+    # Then systemd starts us again, and a person at a terminal has an answer.
+    deadline = time.monotonic() + settings.redis.patience_seconds
     while True:
         try:
             ledger.check()
@@ -337,6 +338,3 @@ async def supervise(settings: Settings, config: Path, redis_url: str, until_idle
             log.warning("%s; waiting up to %.0f s for it", error, deadline - time.monotonic())
             await asyncio.sleep(2.0)
     return await Supervisor(settings, config, redis_url, places, until_idle).run()
-
-
-REDIS_PATIENCE_SECONDS = 20.0  # at the start; then systemd starts us again, and a person at a terminal has an answer

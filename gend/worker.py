@@ -456,5 +456,5 @@ async def work(settings: Settings, redis_url: str, number: int, url: str, name: 
         worker = Worker(settings, number, server, name)
         worker.ledger = Ledger(redis_url)
         worker.rq = RQWorker(worker.ledger.raw, name)
-        worker.store = open_store(settings.store.url, settings.store.endpoint, settings.store.region)
+        worker.store = open_store(settings.store)
         return await worker.run()
