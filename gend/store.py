@@ -61,9 +61,7 @@ def open_store(settings: StoreSettings) -> Store:
         return FolderStore(Path(unquote(parts.path)))
     if not parts.netloc:
         raise SettingsError(f"store.url: {url}: the bucket is missing; write s3://bucket/prefix")
-    return S3Store(
-        parts.netloc, parts.path.strip("/"), settings.endpoint, settings.region, settings.patience_seconds
-    )
+    return S3Store(parts.netloc, parts.path.strip("/"), settings.endpoint, settings.region, settings.patience_seconds)
 
 
 class FolderStore:
@@ -208,7 +206,13 @@ class S3Store:
 
     def _retry(self, what: str, call: Callable[[], T]) -> T:
         """Run `call`, again and again with jitter while the store is away, for at most `patience_seconds`."""
-        from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, PartialCredentialsError
+        from botocore.exceptions import (
+            BotoCoreError,
+            ClientError,
+            NoCredentialsError,
+            ParamValidationError,
+            PartialCredentialsError,
+        )
 
         deadline, pause = time.monotonic() + self.patience_seconds, 0.2
         while True:
@@ -218,6 +222,8 @@ class S3Store:
                 raise SettingsError(
                     f"store {self.url}: {error}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ~/.aws/credentials"
                 ) from error
+            except ParamValidationError as error:  # a bucket name that S3 does not know as one, before it is asked
+                raise SettingsError(f"store.url: {self.url}: {' '.join(str(error).split())}") from error
             except ClientError as error:
                 code = str(error.response.get("Error", {}).get("Code", ""))
                 if code in _SETTINGS:

@@ -305,8 +305,12 @@ def process_ended_from_outside(exit_code: int | None) -> bool:
 @contextlib.contextmanager
 def only_daemon(folder: Path) -> Iterator[None]:
     """Hold the folder's lock. Raises SettingsError naming the pid of the daemon that has it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "daemon.lock", "a+") as lock:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / "daemon.lock", "a+")  # noqa: SIM115 - just below
+    except OSError as error:
+        raise SettingsError(f"work.folder: {folder} cannot be used: {error.strerror}; choose another") from error
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

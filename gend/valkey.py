@@ -34,11 +34,14 @@ def socket_url(folder: Path) -> str:
 def hold(folder: Path) -> Iterator[str]:
     """Keep gend's own Valkey running while the block runs; gives its URL. Raises LedgerUnavailable, SettingsError."""
     home = folder / "valkey"
-    with contextlib.suppress(FileExistsError):
-        home.mkdir(parents=True, mode=0o700)
     if len(str(home.absolute() / _SOCKET)) > _SOCKET_PATH_MAX:
         raise SettingsError(f"work.folder: {folder} is too long for a unix socket; choose a shorter path")
-    with open(home / "users.lock", "a") as users, open(home / "start.lock", "a") as starting:
+    try:
+        home.mkdir(parents=True, mode=0o700, exist_ok=True)
+        users, starting = open(home / "users.lock", "a"), open(home / "start.lock", "a")  # noqa: SIM115 - just below
+    except OSError as error:
+        raise SettingsError(f"work.folder: {folder} cannot be used: {error.strerror}; choose another") from error
+    with users, starting:
         fcntl.flock(users, fcntl.LOCK_SH)
         ensure(home, starting.fileno())
         try:
