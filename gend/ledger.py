@@ -139,8 +139,13 @@ class Ledger:
 
     def check(self) -> None:
         """Refuse a Redis that would lose what it is told. Raises SettingsError with the setting to change."""
-        with _redis_errors():
-            memory = self.redis.info("memory")
+        try:
+            with _redis_errors():
+                memory = self.redis.info("memory")
+        except LedgerUnavailable as error:
+            if isinstance(error.__cause__, redis.AuthenticationError):
+                raise SettingsError(f"redis.url: {error.__cause__} redis://USER:PASSWORD@HOST:PORT") from error
+            raise LedgerUnavailable(f"{error} See that it runs, and check redis.url.") from error
         policy, limit = memory.get("maxmemory_policy", "noeviction"), memory.get("maxmemory", 0)
         if policy != "noeviction" and limit:
             raise SettingsError(
