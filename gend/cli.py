@@ -338,7 +338,7 @@ def loader(context: Context) -> None:
 
 def _find_run(store: "Store", wanted: str) -> "Run":
     """The run that `wanted` means, found in the store. Raises SettingsError naming what there is."""
-    from gend.loader import stored_run
+    from gend.runs import stored_run
 
     names = list(store.folders("runs/"))
     fits = [name for name in names if name == wanted] or [

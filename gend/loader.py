@@ -32,7 +32,8 @@ from gend.config import Settings
 from gend.errors import LedgerUnavailable, NotSound, SettingsError, StoreUnavailable, Unavailable
 from gend.ledger import Control, Ledger, Priority
 from gend.prompts import ReadOptions, Rejection, read_prompts
-from gend.records import PART_NAME, PromptSet, Run, Sampling, run_id, run_identity
+from gend.records import PromptSet, Run, Sampling, run_id, run_identity
+from gend.runs import listed_parts, stored_run
 from gend.store import Store
 
 log = logging.getLogger("gend.loader")
@@ -88,6 +89,8 @@ def register(
     name: str,
     sampling: Sampling,
     priority: Priority,
+    round_of: str | None = None,
+    round: int = 0,
 ) -> Registered:
     """Make a run of a prompt set and enqueue what is missing. Raises StoreUnavailable, LedgerUnavailable."""
     identity = run_identity(prompt_set.fingerprint, settings.model.path, sampling)
@@ -101,6 +104,8 @@ def register(
         batch_size=settings.work.batch_size,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
         gend_version=gend.__version__,
+        round_of=round_of,
+        round=round,
     )
     upload_set(settings.folder, store, prompt_set)
     if not store.put(f"runs/{run.id}/run.json", msgspec.json.encode(run)):
@@ -170,25 +175,10 @@ def fetch_set(folder: Path, store: Store, prompt_set: PromptSet) -> None:
 # -- what the store knows of runs --------------------------------------------------------------------------------
 
 
-def stored_run(store: Store, run: str) -> Run:
-    """The run as it was registered. Raises NotSound if there is none, or it cannot be read."""
-    raw = store.get(f"runs/{run}/run.json")
-    if raw is None:
-        raise NotSound(f"run {run}: the store {store.url} has no such run")
-    try:
-        return msgspec.json.decode(raw, type=Run)
-    except msgspec.DecodeError as error:
-        raise NotSound(f"run {run}: runs/{run}/run.json in the store cannot be read: {error}") from error
-
-
 def parts_in_store(store: Store, run: Run) -> set[int]:
     """The batches of a run that have a part in the store; names that are not ours are not counted."""
-    numbers = set()
-    for key, size in store.list(f"runs/{run.id}/parts/"):
-        name = PART_NAME.match(key.rpartition("/")[2])
-        if name and size and int(name[1]) < run.batches:
-            numbers.add(int(name[1]))
-    return numbers
+    parts, _ = listed_parts(store, run)
+    return {number for number, size in parts.items() if size}
 
 
 def reconcile(ledger: Ledger, store: Store) -> None:

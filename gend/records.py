@@ -56,7 +56,10 @@ class PromptSet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt set with one model and one sampling setting, to be finished once."""
+    """One prompt set with one model and one sampling setting, to be finished once.
+
+    A round makes some rows of another run again, `round_of`: its prompts are a subset, `round` counts from 1.
+    """
 
     id: str
     name: str
@@ -66,6 +69,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     batch_size: int
     created: str
     gend_version: str
+    round_of: str | None = None
+    round: int = 0
 
     @property
     def batches(self) -> int:
@@ -117,6 +122,7 @@ class Row(msgspec.Struct, kw_only=True):
 
     `messages` is the whole conversation up to the last reply; the last reply is in reasoning_content, content and
     tool_calls. `seconds` is the time of the last attempt. `error` says why there is no reply, else null.
+    `prompt_token_ids` and `token_ids` are the server's own, of the last reply; without any, the keys are left out.
     """
 
     id: str
@@ -135,6 +141,8 @@ class Row(msgspec.Struct, kw_only=True):
     server: str = ""
     seconds: float = 0.0
     error: str | None = None
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 def run_identity(fingerprint: str, model: str, sampling: Sampling) -> str:
