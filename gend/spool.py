@@ -9,8 +9,10 @@ not a row. A row is written at once, which survives any kill, and made durable w
 """
 
 import contextlib
+import errno
 import os
 import shutil
+import threading
 import zlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -40,38 +42,48 @@ class Spool:
         self.home = batch_folder(folder, batch.run, batch.number)
         self._path = self.home / f"{claim}.rows"
         self._descriptor = -1
+        self._closed = False
         self._end = 0  # everything up to here is whole lines
         self._synced = 0
+        self._lock = threading.Lock()  # rows that waited for the disk come from several threads at once
 
     def append(self, row: bytes) -> None:
         """Add one row (its JSON, without newline). After a refusal nothing of it is left, so it can be tried again."""
         line = b"%08x %s\n" % (zlib.crc32(row), row)
-        try:
-            if self._descriptor < 0:
-                self.home.mkdir(parents=True, exist_ok=True)
-                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-                self._descriptor = os.open(self._path, flags, 0o600)
-            written = os.pwrite(self._descriptor, line, self._end)
-            if written != len(line):
-                raise OSError(28, "disk full: only a part of the row was written")
-        except OSError as error:
-            if self._descriptor >= 0:
-                with contextlib.suppress(OSError):
-                    os.ftruncate(self._descriptor, self._end)
-            raise DiskUnavailable(f"spool {self._path}: {error.strerror}") from error
-        self._end += len(line)
+        with self._lock:
+            try:
+                if self._closed:
+                    raise OSError(errno.EBADF, "closed: the batch was given back or is done")
+                if self._descriptor < 0:
+                    self.home.mkdir(parents=True, exist_ok=True)
+                    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                    self._descriptor = os.open(self._path, flags, 0o600)
+                written = os.pwrite(self._descriptor, line, self._end)
+                if written != len(line):
+                    raise OSError(errno.ENOSPC, "disk full: only a part of the row was written")
+            except OSError as error:
+                if self._descriptor >= 0:
+                    with contextlib.suppress(OSError):
+                        os.ftruncate(self._descriptor, self._end)
+                raise DiskUnavailable(f"spool {self._path}: {error.strerror}") from error
+            self._end += len(line)
 
     def sync(self) -> None:
         """Make every row that was appended survive a power cut."""
-        descriptor, end = self._descriptor, self._end
-        if descriptor < 0 or end == self._synced:
-            return
+        with self._lock:
+            if self._descriptor < 0 or self._end == self._synced:
+                return
+            end, first = self._end, not self._synced
+            descriptor = os.dup(self._descriptor)  # the batch may end in another thread while the disk is slow
         try:
             os.fdatasync(descriptor)
+            if first:  # the names of file and folders are what a new file can lose
+                for folder in (self.home, self.home.parent, self.home.parent.parent):
+                    _sync_folder(folder)
         except OSError as error:
-            if self._descriptor != descriptor:  # closed by another thread meanwhile: the batch has ended
-                return
             raise DiskUnavailable(f"spool {self._path}: {error.strerror}") from error
+        finally:
+            os.close(descriptor)
         self._synced = end
 
     def rows(self) -> dict[str, bytes]:
@@ -88,13 +100,16 @@ class Spool:
             names = sorted(name for name in os.listdir(self.home) if name.endswith(".rows"))
         except FileNotFoundError:
             names = []
+        except OSError as error:
+            raise DiskUnavailable(f"spool {self.home}: {error.strerror}") from error
         try:
             for name in names:
                 if self._descriptor < 0 or name != self._path.name:
                     with contextlib.suppress(FileNotFoundError):
                         yield from (self.home / name).read_bytes().split(b"\n")
-            if self._descriptor >= 0:
-                yield from os.pread(self._descriptor, self._end, 0).split(b"\n")
+            with self._lock:
+                own = os.pread(self._descriptor, self._end, 0) if self._descriptor >= 0 else b""
+            yield from own.split(b"\n")
         except OSError as error:
             raise DiskUnavailable(f"spool {self.home}: {error.strerror}") from error
 
@@ -108,9 +123,8 @@ class Spool:
 
     def close(self) -> None:
         """Close the file; its rows stay for whoever claims the batch next."""
-        if self._descriptor >= 0:
-            with contextlib.suppress(DiskUnavailable):  # a file of scratch that will not sync costs time, no rows
-                self.sync()
+        with contextlib.suppress(DiskUnavailable):  # a file of scratch that will not sync costs time, no rows
+            self.sync()
         self._let_go()
 
     def delete(self) -> None:
@@ -119,8 +133,18 @@ class Spool:
         shutil.rmtree(self.home, ignore_errors=True)
 
     def _let_go(self) -> None:
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
+        with self._lock:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+            self._descriptor, self._closed = -1, True
+
+
+def _sync_folder(folder: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):  # somebody has removed it: there is no name to keep
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
             os.close(descriptor)
 
 
