@@ -144,7 +144,10 @@ class Ledger:
                 memory = self.redis.info("memory")
         except LedgerUnavailable as error:
             if isinstance(error.__cause__, redis.AuthenticationError):
-                raise SettingsError(f"redis.url: {error.__cause__} redis://USER:PASSWORD@HOST:PORT") from error
+                raise SettingsError(
+                    "redis.url: user or password are missing or wrong, write redis://USER:PASSWORD@HOST:PORT "
+                    f"({error.__cause__})"
+                ) from error
             raise LedgerUnavailable(f"{error} See that it runs, and check redis.url.") from error
         policy, limit = memory.get("maxmemory_policy", "noeviction"), memory.get("maxmemory", 0)
         if policy != "noeviction" and limit:
