@@ -7,6 +7,7 @@ rows of the same prompts.
 
 import base64
 import contextlib
+import errno
 import hashlib
 import os
 import random
@@ -79,8 +80,8 @@ class FolderStore:
 
     def _write(self, key: str, body: bytes, replace: bool) -> bool:
         path = self._path(key)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+        with self._reachable():
+            _make_folder(path.parent)
             descriptor, temporary = tempfile.mkstemp(prefix=".new-", dir=path.parent)
             try:
                 with open(descriptor, "wb") as file:
@@ -91,20 +92,21 @@ class FolderStore:
                 if replace:
                     os.replace(temporary, path)
                 else:
-                    os.link(temporary, path)  # unlike rename, fails where a file is there
+                    _link(temporary, path)
+            except FileExistsError:
+                return False
             finally:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(temporary)
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-        except FileExistsError:
-            return False
+            _sync_folder(path.parent)
+        return True
+
+    @contextlib.contextmanager
+    def _reachable(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise StoreUnavailable(f"store {self.root}: {error.strerror or error}") from error
-        return True
 
     def put(self, key: str, body: bytes) -> bool:
         return self._write(key, body, replace=False)
@@ -113,33 +115,39 @@ class FolderStore:
         self._write(key, body, replace=True)
 
     def get(self, key: str) -> bytes | None:
-        try:
-            return self._path(key).read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise StoreUnavailable(f"store {self.root}: {error.strerror}") from error
+        path = self._path(key)
+        with self._reachable():
+            try:
+                return path.read_bytes()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
 
     def exists(self, key: str) -> bool:
-        return self._path(key).is_file()
+        path = self._path(key)
+        with self._reachable():
+            return path.is_file()
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         base = self._path(prefix)
         start = base if prefix.endswith("/") or not prefix else base.parent
         found = []
-        for home, folders, names in os.walk(start):
-            folders[:] = [name for name in folders if not name.startswith(".")]
-            for name in names:
-                path = Path(home, name)
-                key = path.relative_to(self.root).as_posix()
-                if key.startswith(prefix) and not name.startswith(".new-"):
-                    with contextlib.suppress(FileNotFoundError):
-                        found.append((key, path.stat().st_size))
+        with self._reachable():
+            # A folder that cannot be read must not look empty: the batches in it would be made again.
+            for home, folders, names in os.walk(start, onerror=_raise_unless_gone):
+                folders[:] = [name for name in folders if not name.startswith(".")]
+                for name in names:
+                    path = Path(home, name)
+                    key = path.relative_to(self.root).as_posix()
+                    if key.startswith(prefix) and not name.startswith(".new-"):
+                        with contextlib.suppress(FileNotFoundError):
+                            found.append((key, path.stat().st_size))
         return iter(sorted(found))
 
     def folders(self, prefix: str) -> Iterator[str]:
         home = self._path(prefix)
-        return iter(sorted(path.name for path in home.iterdir() if path.is_dir())) if home.is_dir() else iter(())
+        with self._reachable():
+            names = sorted(path.name for path in home.iterdir() if path.is_dir()) if home.is_dir() else []
+        return iter(names)
 
     def check(self) -> None:
         try:
@@ -150,11 +158,48 @@ class FolderStore:
             raise SettingsError(f"store.url: {self.root} cannot be written: {error.strerror}") from error
 
 
+def _make_folder(path: Path) -> None:
+    """Make a folder with its parents so that a power cut does not take their names away again."""
+    if path.is_dir():
+        return
+    _make_folder(path.parent)
+    path.mkdir(exist_ok=True)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _link(temporary: str, path: Path) -> None:
+    """Give a file its name unless the name is taken, which rename would not notice. Raises FileExistsError."""
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        os.replace(temporary, path)  # a file system without hard links: the last whole object wins there
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
 # Answers that mean "not now": asked to slow down, their own trouble, or credentials that may come back.
 _LATER = {
     "SlowDown", "ServiceUnavailable", "InternalError", "RequestTimeout", "Throttling", "ThrottlingException",
     "RequestLimitExceeded", "OperationAborted", "ExpiredToken", "RequestTimeTooSkewed", "TokenRefreshRequired",
     "500", "502", "503", "504", "429", "408", "BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch",
+}  # fmt: skip
+# Answers that may be over once somebody has renewed the credentials (HEAD has no body: 400 and 403 say no more).
+_CREDENTIALS = {
+    "ExpiredToken", "TokenRefreshRequired", "InvalidToken", "InvalidAccessKeyId", "SignatureDoesNotMatch",
+    "AccessDenied", "400", "401", "403",
 }  # fmt: skip
 # Answers that no waiting mends when we have only just started.
 _SETTINGS = {
@@ -213,12 +258,14 @@ class S3Store:
             ParamValidationError,
             PartialCredentialsError,
         )
+        from botocore.parsers import ResponseParserError
 
         deadline, pause = time.monotonic() + self.patience_seconds, 0.2
         while True:
             try:
                 return call()
             except (NoCredentialsError, PartialCredentialsError) as error:
+                self._made_client = None
                 raise SettingsError(
                     f"store {self.url}: {error}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ~/.aws/credentials"
                 ) from error
@@ -226,15 +273,15 @@ class S3Store:
                 raise SettingsError(f"store.url: {self.url}: {' '.join(str(error).split())}") from error
             except ClientError as error:
                 code = str(error.response.get("Error", {}).get("Code", ""))
+                if code in _CREDENTIALS:
+                    self._made_client = None  # the next one reads them again
                 if code in _SETTINGS:
                     raise SettingsError(f"store {self.url}: {what}: {code}: {_SETTINGS[code]}") from error
                 if code not in _LATER:
                     raise
-                if code in ("ExpiredToken", "TokenRefreshRequired"):
-                    self._made_client = None  # reads the credentials again: somebody may have renewed them
                 reason = code
-            except (BotoCoreError, OSError) as error:  # no route, reset, timeout, cut in the middle
-                reason = str(error)
+            except (BotoCoreError, ResponseParserError, OSError) as error:  # no route, reset, timeout, cut, not S3
+                reason = " ".join(str(error).split())[:200]
             if time.monotonic() + pause > deadline:
                 raise StoreUnavailable(f"store {self.url}: {what}: {reason}")
             time.sleep(pause * random.uniform(0.5, 1.0))
