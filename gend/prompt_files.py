@@ -186,12 +186,10 @@ def _peek(source: Any) -> tuple[bytes, io.BufferedReader]:
 
 
 def _seekable(source: BinaryIO, stream: io.BufferedReader) -> Any:
-    if source.seekable():
-        source.seek(0)
+    if source.seekable():  # pyarrow itself seeks before each read
         return source
     copy = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the last reference to it)
     shutil.copyfileobj(stream, copy, _CHUNK_BYTES)
-    copy.seek(0)
     return copy
 
 
