@@ -47,7 +47,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class PromptSet(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a checked prompt file. `fingerprint` is the SHA-256 of the accepted prompts as JSON lines."""
 
-    fingerprint: str
+    fingerprint: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
     source: str
     read: int
     accepted: int
@@ -59,9 +59,10 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt set with one model and one sampling setting, to be finished once.
 
     A round makes some rows of another run again, `round_of`: its prompts are a subset, `round` counts from 1.
+    Ids and fingerprints become folders, keys and queue names, so nothing that is read from outside may climb with them.
     """
 
-    id: str
+    id: Annotated[str, msgspec.Meta(pattern=r"\A[a-z0-9][a-z0-9-]{0,63}\Z")]
     name: str
     set: PromptSet
     model: str

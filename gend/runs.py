@@ -32,9 +32,12 @@ def stored_run(store: Store, run: str) -> Run:
     if raw is None:
         raise NotSound(f"run {run}: the store {store.url} has no such run")
     try:
-        return msgspec.json.decode(raw, type=Run)
+        found = msgspec.json.decode(raw, type=Run)
     except msgspec.DecodeError as error:
         raise NotSound(f"run {run}: runs/{run}/run.json in the store cannot be read: {error}") from error
+    if found.id != run:
+        raise NotSound(f"run {run}: runs/{run}/run.json in the store is that of another run, {found.id}")
+    return found
 
 
 def stored_rounds(store: Store, run: Run) -> list[Run]:

@@ -8,6 +8,7 @@
 A copy lies in the store; losing the folder costs a download. A set's folder appears whole (renamed into place).
 """
 
+import contextlib
 import hashlib
 import itertools
 import os
@@ -27,15 +28,18 @@ _BUFFER_BYTES = 1 << 20
 
 
 class SetWriter:
-    """Collects a prompt set in a temporary folder; `finish` gives it its name. Use as a context manager."""
+    """Collects a prompt set in a temporary folder; `finish` gives it its name. Use as a context manager.
+
+    Methods raise DiskUnavailable when the disk refuses; nothing is left then.
+    """
 
     def __init__(self, folder: Path, source: str):
-        sets = folder / "sets"
-        sets.mkdir(parents=True, exist_ok=True)
-        self._sets, self._source = sets, source
-        self._temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=sets))
-        self._prompts = (self._temporary / "prompts.jsonl").open("wb", buffering=_BUFFER_BYTES)
-        self._rejects = (self._temporary / "rejects.jsonl").open("wb")
+        self._sets, self._source = folder / "sets", source
+        with _disk(self._sets):
+            self._sets.mkdir(parents=True, exist_ok=True)
+            self._temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=self._sets))
+            self._prompts = (self._temporary / "prompts.jsonl").open("wb", buffering=_BUFFER_BYTES)
+            self._rejects = (self._temporary / "rejects.jsonl").open("wb")
         self._offsets = array("Q", [0])
         self._digest = hashlib.sha256()
         self.accepted = self.rejected = 0
@@ -44,20 +48,23 @@ class SetWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._prompts.close()
-        self._rejects.close()
+        for file in (self._prompts, self._rejects):
+            with contextlib.suppress(OSError):  # what a full disk did not take has been said already
+                file.close()
         shutil.rmtree(self._temporary, ignore_errors=True)
 
     def accept(self, line: bytes) -> None:
         """Add one prompt: its JSON and a newline."""
-        self._prompts.write(line)
+        with _disk(self._sets):
+            self._prompts.write(line)
         self._digest.update(line)
         self._offsets.append(self._offsets[-1] + len(line))
         self.accepted += 1
 
     def reject(self, line: bytes) -> None:
         """Add one rejection: its JSON and a newline."""
-        self._rejects.write(line)
+        with _disk(self._sets):
+            self._rejects.write(line)
         self.rejected += 1
 
     def first_reject(self) -> str:
@@ -76,13 +83,26 @@ class SetWriter:
             rejected=self.rejected,
             bytes=self._offsets[-1],
         )
-        for file in (self._prompts, self._rejects):
-            file.flush()
-            os.fsync(file.fileno())
-        write_offsets(self._temporary / "offsets", self._offsets)
-        (self._temporary / "set.json").write_bytes(msgspec.json.encode(prompt_set))
-        place(self._temporary, self._sets / prompt_set.fingerprint)
+        with _disk(self._sets):
+            for file in (self._prompts, self._rejects):
+                file.flush()
+                os.fsync(file.fileno())
+            write_offsets(self._temporary / "offsets", self._offsets)
+            with open(self._temporary / "set.json", "wb") as file:
+                file.write(msgspec.json.encode(prompt_set))
+                file.flush()
+                os.fsync(file.fileno())
+            _sync_folder(self._temporary)
+            place(self._temporary, self._sets / prompt_set.fingerprint)
         return prompt_set
+
+
+@contextlib.contextmanager
+def _disk(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DiskUnavailable(f"prompt set in {folder}: {error.strerror}; make room, then try again") from error
 
 
 def place(temporary: Path, final: Path) -> None:
@@ -92,7 +112,11 @@ def place(temporary: Path, final: Path) -> None:
     except OSError:
         if not (final / "set.json").is_file():
             raise
-    descriptor = os.open(final.parent, os.O_RDONLY)
+    _sync_folder(final.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
