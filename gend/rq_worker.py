@@ -10,6 +10,7 @@ from typing import Any
 
 import redis
 from rq import Queue
+from rq.exceptions import DeserializationError
 from rq.executions import Execution
 from rq.job import Job
 from rq.serializers import JSONSerializer
@@ -18,23 +19,25 @@ from rq.worker import BaseWorker, WorkerStatus
 
 from gend.errors import LedgerUnavailable
 
+log = logging.getLogger("gend.rq_worker")
 for _name in ("rq.worker", "rq.job", "rq.queue"):
     logging.getLogger(_name).setLevel(logging.WARNING)  # a line for each job would say what our own log says better
 
 
+class Hint(Job):
+    """A job as gend takes it: two arguments. What else a job in Redis may name is neither imported nor called."""
+
+    success_callback = failure_callback = stopped_callback = None
+
+    def send_webhooks(self, *args: Any, **kwargs: Any) -> None:
+        """None are sent."""
+
+
 class Delivery:
-    """One job in hand: the arguments it carries, and what RQ needs to be told when it ends."""
+    """One job in hand: the run and the batch number that it hints at, and what RQ needs to be told when it ends."""
 
-    def __init__(self, job: Job, queue: Queue, execution: Execution):
-        self.job, self.queue, self.execution = job, queue, execution
-
-    @property
-    def args(self) -> list[Any]:
-        """The job's arguments. Raises ValueError for a job that is not one of ours."""
-        args = list(self.job.args)
-        if len(args) != 2 or not isinstance(args[0], str) or not isinstance(args[1], int):
-            raise ValueError(f"RQ job {self.job.id} does not carry a run and a batch number")
-        return args
+    def __init__(self, job: Job, queue: Queue, execution: Execution, args: tuple[str, int]):
+        self.job, self.queue, self.execution, self.args = job, queue, execution, args
 
 
 class RQWorker(BaseWorker):
@@ -45,9 +48,10 @@ class RQWorker(BaseWorker):
     def __init__(self, connection: redis.Redis, name: str):
         """`name` must be new at each start: RQ refuses a name for minutes after a crash."""
         super().__init__(
-            [Queue("gend", connection=connection, serializer=JSONSerializer)],
+            [_queue("gend", connection)],
             name=name,
             connection=connection,
+            job_class=Hint,
             serializer=JSONSerializer,
             log_job_description=False,
         )
@@ -59,12 +63,15 @@ class RQWorker(BaseWorker):
 
     def take(self, queues: Sequence[str]) -> Delivery | None:
         """The next job of the first of `queues` that has one, or None."""
-        self.queues = [Queue(name, connection=self.connection, serializer=JSONSerializer) for name in queues]
+        self.queues = [_queue(name, self.connection) for name in queues]
         return self._call(self._take) if queues else None
 
     def finished(self, delivery: Delivery) -> None:
         """The job is over. How its batch ended stands in the ledger; to RQ every delivery ended well."""
-        self._call(self._finalize_success, delivery.job, delivery.queue, delivery.execution, None)
+        try:
+            self._call(self._finalize_success, delivery.job, delivery.queue, delivery.execution, None)
+        finally:  # it is over, whether RQ could be told or not: no more heartbeats for it
+            self.executions.pop(delivery.execution.id, None)
         if not self.executions:
             self._call(self.set_state, WorkerStatus.IDLE)
 
@@ -77,16 +84,29 @@ class RQWorker(BaseWorker):
         self._call(self.register_death)
 
     def _take(self) -> Delivery | None:
-        got = self.queue_class.dequeue_any(
-            self.queues, None, connection=self.connection, job_class=self.job_class, serializer=self.serializer
-        )
-        if got is None:
-            return None
-        job, queue = got
-        execution = self.prepare_execution(job)
-        self.prepare_job_execution(job, remove_from_intermediate_queue=len(self.queues) == 1)
-        job.started_at = now()
-        return Delivery(job, queue, execution)
+        while True:
+            try:
+                got = self.queue_class.dequeue_any(
+                    self.queues, None, connection=self.connection, job_class=self.job_class, serializer=self.serializer
+                )
+            except redis.RedisError:
+                raise
+            except Exception as error:  # a stranger's job can be wrong in any way; RQ has taken it off the queue
+                log.warning(
+                    "RQ job %s cannot be read (%s): dropped", getattr(error, "job_id", ""), type(error).__name__
+                )
+                continue
+            if got is None:
+                return None
+            job, queue = got
+            if (hint := _hint(job)) is None:
+                log.warning("RQ job %s does not carry a run and a batch number: dropped", job.id)
+                self.connection.lrem(queue.intermediate_queue_key, 1, job.id)
+                continue
+            execution = self.prepare_execution(job)
+            self.prepare_job_execution(job, remove_from_intermediate_queue=len(self.queues) == 1)
+            job.started_at = now()
+            return Delivery(job, queue, execution, hint)
 
     def _beat(self) -> None:
         if not self.connection.exists(self.key):  # Redis was emptied or restarted with old data
@@ -95,7 +115,13 @@ class RQWorker(BaseWorker):
             self.maintain_heartbeats(execution.job, execution)
         self.heartbeat()
         if self.should_run_maintenance_tasks:
-            self.run_maintenance_tasks()  # type: ignore[no-untyped-call]
+            try:
+                self.run_maintenance_tasks()  # type: ignore[no-untyped-call]
+            except redis.RedisError:
+                raise
+            except Exception as error:  # a stranger's job in RQ's registries; nothing of ours depends on them
+                self.last_cleaned_at = now()  # type: ignore[assignment]
+                log.warning("RQ's own clean-up failed (%s: %s): left for the next time", type(error).__name__, error)
 
     def procline(self, message: str) -> None:
         """RQ would rename the process at each job; the name set at the start is what `ps` should show."""
@@ -106,3 +132,19 @@ class RQWorker(BaseWorker):
             return method(*args)
         except redis.RedisError as error:
             raise LedgerUnavailable(f"Redis, through RQ: {error}") from error
+
+
+def _queue(name: str, connection: redis.Redis) -> Queue:
+    return Queue(name, connection=connection, serializer=JSONSerializer, job_class=Hint)
+
+
+def _hint(job: Job) -> tuple[str, int] | None:
+    """The run and batch number that a job of ours carries, else None."""
+    try:
+        function, args = job.func_name, list(job.args)
+    except (DeserializationError, TypeError, ValueError):  # not JSON (a pickle, say), or not the four values of RQ
+        return None
+    match [function, *args]:
+        case [str(), str(run), int(number)] if number >= 0 and not isinstance(number, bool):
+            return run, number
+    return None
