@@ -7,8 +7,8 @@ small real model on the CPU, and verifies the run. What it tells about rows it r
 import contextlib
 import json
 import shlex
+import shutil
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -24,7 +24,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gend.cpu_server import BUILT_IN_MODEL, find_model
 from gend.errors import NotSound, SettingsError, Unavailable
+from gend.processes import port_free
 from gend.records import Row, part_key
+from gend.server_command import PORTS_PER_SERVER
 from gend.verdict import OK
 
 PROMPTS = Path(__file__).with_name("demo_prompts.jsonl")
@@ -45,24 +47,24 @@ def demo(folder: Path) -> None:
     """
     find_model(BUILT_IN_MODEL)
     folder = folder.absolute()
-    config = _write_config(folder)
+    config = write_config(folder)
     gend = [sys.executable, "-m", "gend", "--config", str(config)]
-    prompts = _prompt_ids()
+    registered = _enqueue(gend)
+    run, prompts = registered["run"], registered["prompts"]
 
-    run = _enqueue(gend)
-    print(f"{len(prompts)} prompts, SmolLM2-135M on the CPU, everything in {folder}")
-    if len(_rows(folder, run)) == len(prompts):
+    print(f"{prompts} prompts, SmolLM2-135M on the CPU, everything in {folder}")
+    if len(_parts(folder, run)) == registered["batches"]:
         print("The demo was run here before and is complete: nothing to generate.")
     else:
-        _generate(gend, folder, run, len(prompts))
+        _generate(gend, folder, run, prompts)
 
-    print()
+    print(flush=True)
     if subprocess.run([*gend, "verify", run]).returncode:
         raise NotSound(f"run {run} is not sound: see above, and {folder / 'demo.log'}")
-    _show(folder, run, gend)
+    _show(folder, run)
 
 
-def _write_config(folder: Path) -> Path:
+def write_config(folder: Path) -> Path:
     """The demo's config.toml. One that is there stays as it is: somebody may have tried other settings."""
     path = folder / "config.toml"
     if path.exists():
@@ -111,25 +113,20 @@ def _toml(text: str) -> str:
 
 
 def _free_port() -> int:
-    """A port on which nobody listens, below those that the kernel hands out to clients (32768 and up)."""
-    for port in range(30000, 32000, 20):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+    """The first of a server's block of ports, all free, below those that the kernel hands out to clients."""
+    for port in range(30000, 32000, PORTS_PER_SERVER):
+        if all(port_free(port + offset) for offset in range(PORTS_PER_SERVER)):
             return port
-    raise SettingsError("no free port between 30000 and 32000: set servers.base_port by hand")
+    raise SettingsError("no free ports between 30000 and 32000: end what listens there")
 
 
-def _prompt_ids() -> list[str]:
-    return [json.loads(line)["id"] for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
-
-
-def _enqueue(gend: list[str]) -> str:
-    """Register the prompts, which does nothing the second time. Returns the run id."""
+def _enqueue(gend: list[str]) -> dict[str, Any]:
+    """Register the prompts, which adds nothing the second time. Returns what was registered."""
     command = [*gend, "enqueue", str(PROMPTS), "--name", "demo", "--json"]
     answer = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if answer.returncode:
-        raise Unavailable(f"`{shlex.join(command)}` ended with status {answer.returncode}: see above")
-    return str(json.loads(answer.stdout)["run"])
+        raise SystemExit(answer.returncode)  # it said itself what is wrong
+    return dict(json.loads(answer.stdout))
 
 
 def _generate(gend: list[str], folder: Path, run: str, total: int) -> None:
@@ -148,7 +145,7 @@ def _generate(gend: list[str], folder: Path, run: str, total: int) -> None:
         with _interrupt_on_hangup(), _progress(total) as show:
             _watch(daemon, lambda: _count(folder, run), show)
     except KeyboardInterrupt:
-        print("Stopping the daemon (the rows so far are kept: the same command goes on from there) ...", flush=True)
+        print("Stopping: rows in flight may end, all are kept, and the same command goes on from there ...", flush=True)
         _stop(daemon)
         raise SystemExit(130) from None
     except BaseException:
@@ -237,38 +234,28 @@ def _parts(folder: Path, run: str) -> list[Path]:
     return sorted((folder / "store" / part_key(run, 0)).parent.glob("*.jsonl"))
 
 
-def _rows(folder: Path, run: str) -> dict[str, Row]:
-    """The rows in the parts by prompt id."""
+def _show(folder: Path, run: str) -> None:
     decode = msgspec.json.Decoder(Row).decode
-    rows = (decode(line) for path in _parts(folder, run) for line in path.read_bytes().splitlines())
-    return {row.id: row for row in rows}
-
-
-def _show(folder: Path, run: str, gend: list[str]) -> None:
-    rows = _rows(folder, run)
-    verdicts = Counter(row.verdict for row in rows.values())
-    tokens = sum(row.usage.completion_tokens for row in rows.values())
-    print(
-        f"\n{len(rows)} rows, {tokens} tokens: "
-        + ", ".join(f"{number} {verdict}" for verdict, number in verdicts.most_common())
-    )
-    for row in _three(list(rows.values())):
+    rows = [decode(line) for path in _parts(folder, run) for line in path.read_bytes().splitlines()]
+    for row in _three(rows):
         print(f"\n{row.id}, verdict {row.verdict}, {row.usage.completion_tokens} tokens")
         for message in row.messages:
             _print_text("prompt" if message["role"] == "user" else message["role"], _text(message.get("content")))
-        _print_text("reply", _text(row.content) or json.dumps(row.tool_calls) if row.error is None else row.error)
+        _print_text("reply", row.error or row.content or _text(row.tool_calls))
 
     print("\nThe parts, one row for each prompt:")
     for path in _parts(folder, run):
         print(f"  {path}")
-    gend_command = f"gend --config {shlex.quote(gend[-1])}"
-    print(f"""
-What to type next:
-  {gend_command} status
-  {gend_command} verify {run}
-  {gend_command} export {run} --help
-  {gend_command} enqueue YOUR_PROMPTS.jsonl --name mine && {gend_command} up --until-idle
-On a GPU box: README.md""")
+    print("\nWhat to type next:")
+    if not shutil.which("gend"):
+        print(f"  . {shlex.quote(str(Path(sys.executable).with_name('activate')))}")
+    print(f"""\
+  export GEND_CONFIG={shlex.quote(str(folder / "config.toml"))}
+  gend status
+  gend verify {run}
+  gend export --help
+  gend enqueue YOUR_PROMPTS.jsonl && gend up --until-idle
+On a GPU box: see README.md.""")
 
 
 def _three(rows: list[Row]) -> list[Row]:
@@ -288,7 +275,7 @@ def _print_text(label: str, text: str) -> None:
     """At most six lines of `text`, indented, the first with its label."""
     lines = [piece for line in text.splitlines() for piece in textwrap.wrap(line, 100) or [""]]
     for line in lines[:6] + ["..."] * (len(lines) > 6):
-        print(f"  {label:10}{line}")
+        print(f"  {label:10}{line}".rstrip())
         label = ""
 
 
