@@ -40,6 +40,8 @@ def seats(settings: Settings, visible_gpus: int) -> list[Seat]:
             )
         if len(set(gpus)) != len(gpus) or min(gpus) < 0:
             raise SettingsError(f"servers.gpus: {gpus}: each GPU once, counted from 0")
+        if visible_gpus and max(gpus) >= visible_gpus:
+            raise SettingsError(f"servers.gpus: {gpus}: only {visible_gpus} GPUs are visible here, 0 is the first")
         size = servers.gpus_per_server
         if len(gpus) % size:
             raise SettingsError(f"servers.gpus_per_server: {len(gpus)} GPUs cannot be shared out in groups of {size}")
