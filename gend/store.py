@@ -13,7 +13,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar, cast
 from urllib.parse import unquote, urlsplit
@@ -45,6 +45,9 @@ class Store(Protocol):
 
     def folders(self, prefix: str) -> Iterator[str]:
         """The names directly below `prefix` (which ends with `/`) that have something below them, sorted."""
+
+    def delete(self, key: str) -> None:
+        """Remove an object, if it is there. Nothing of a run is ever removed: this is for probes."""
 
     def check(self) -> None:
         """Whether we can read and write here. Raises SettingsError with what to change."""
@@ -148,6 +151,11 @@ class FolderStore:
         with self._reachable():
             names = sorted(path.name for path in home.iterdir() if path.is_dir()) if home.is_dir() else []
         return iter(names)
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        with self._reachable():
+            path.unlink(missing_ok=True)
 
     def check(self) -> None:
         try:
@@ -358,12 +366,41 @@ class S3Store:
                 return None
             raise StoreUnavailable(f"store {self.url}: {what}: {code}: {_message(error)}") from error
 
+    def delete(self, key: str) -> None:
+        self._call(f"delete {key}", lambda: self._client.delete_object(Bucket=self.bucket, Key=self._key(key)))
+
+    def put_multipart(self, key: str, pieces: Sequence[bytes]) -> None:
+        """Write an object in several requests, as S3 wants it above 5 GB. All pieces but the last: 5 MiB or more."""
+        where = {"Bucket": self.bucket, "Key": self._key(key)}
+        upload = self._call(f"begin {key}", lambda: self._client.create_multipart_upload(**where)["UploadId"])
+        if upload is None:
+            raise SettingsError(f"store {self.url}: {_SETTINGS['NoSuchBucket']}")
+
+        def put_piece(number: int, piece: bytes) -> str:
+            answer = self._client.upload_part(**where, UploadId=upload, PartNumber=number, Body=piece)
+            return cast(str, answer["ETag"])
+
+        try:
+            tags = [
+                self._call(f"put {key}", lambda number=number, piece=piece: put_piece(number, piece))  # type: ignore[misc]
+                for number, piece in enumerate(pieces, 1)
+            ]
+            parts = {"Parts": [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, 1)]}
+            self._call(
+                f"end {key}",
+                lambda: self._client.complete_multipart_upload(**where, UploadId=upload, MultipartUpload=parts),
+            )
+        except BaseException:
+            with contextlib.suppress(StoreUnavailable):  # what is left of it costs money until somebody removes it
+                self._call(f"abort {key}", lambda: self._client.abort_multipart_upload(**where, UploadId=upload))
+            raise
+
     def check(self) -> None:
         for _ in self.list("runs/"):
             break
         probe = f"probe-{os.getpid()}-{time.time_ns():x}"
         self.replace(probe, b"gend was here")
-        self._call("delete", lambda: self._client.delete_object(Bucket=self.bucket, Key=self._key(probe)))
+        self.delete(probe)
 
 
 def open_object(endpoint: str, region: str) -> Callable[[str], BinaryIO]:
