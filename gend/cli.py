@@ -37,7 +37,12 @@ class Context:
 
     @property
     def settings(self) -> Settings:
-        return load_settings(self.path)
+        from gend.valkey import shared_with_group
+
+        settings = load_settings(self.path)
+        if shared_with_group(settings.folder):  # what we write there, other members must be able to write too
+            os.umask(os.umask(0o077) & ~0o070)
+        return settings
 
     @contextlib.contextmanager
     def redis_url(self, settings: Settings) -> Iterator[str]:
@@ -167,14 +172,19 @@ def enqueue(
 @click.option("--log-json", is_flag=True, help="Log lines as JSON.")
 @click.pass_obj
 def up(context: Context, until_idle: bool, log_json: bool) -> None:
-    """The daemon in the foreground: servers, one worker for each, the loader. Stop it with Ctrl-C or SIGTERM."""
+    """The daemon in the foreground: servers, one worker for each, the loader. Stop it with Ctrl-C or SIGTERM.
+
+    It outlives the terminal it was started in: then its log goes on in the folder's logs/daemon.log.
+    """
     import asyncio
 
+    from gend.processes import log_path
     from gend.server_command import visible_gpus
     from gend.supervisor import only_daemon, supervise
 
     settings = context.settings
-    _log_to_stderr(log_json)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # an SSH connection that breaks must not end two days of work
+    _log_to_stderr(log_json, log_path(settings.folder, "daemon"))
     with only_daemon(settings.folder), context.redis_url(settings) as url:
         context.store(settings).check()
         code = asyncio.run(supervise(settings, context.path.absolute(), url, until_idle, visible_gpus()))
@@ -372,6 +382,24 @@ def _counter(what: str, quiet: bool) -> Iterator[Any]:
         click.echo("\r\033[K", err=True, nl=False)
 
 
+class _Stderr(logging.StreamHandler[Any]):
+    """Writes to stderr; when that is gone, as when its SSH session has ended, to a file from then on."""
+
+    def __init__(self, afterwards: Path | None) -> None:
+        super().__init__(sys.stderr)
+        self._afterwards = afterwards
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if self._afterwards is None or not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+            return
+        self._afterwards.parent.mkdir(parents=True, exist_ok=True)
+        # Python itself, too, would fail to flush the old stderr at its end, and exit with 120.
+        sys.stderr = self.stream = open(self._afterwards, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+        self._afterwards = None
+        self.emit(record)
+
+
 class _JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line = {"at": record.created, "level": record.levelname.lower(), "from": record.name}
@@ -381,8 +409,8 @@ class _JsonLines(logging.Formatter):
         return msgspec.json.encode(line).decode()
 
 
-def _log_to_stderr(as_json: bool) -> None:
-    handler = logging.StreamHandler(sys.stderr)
+def _log_to_stderr(as_json: bool, afterwards: Path | None = None) -> None:
+    handler = _Stderr(afterwards)
     plain = logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%Y-%m-%d %H:%M:%S")
     handler.setFormatter(_JsonLines() if as_json else plain)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

@@ -18,6 +18,12 @@ import psutil
 
 from gend.errors import SettingsError
 
+OOM_SCORE_ADJ = 500
+"""When memory runs out, the kernel ends what we started, the largest first, and not us, Valkey or a login shell."""
+
+Dead = tuple[int, float]
+"""Pid and start time of a process that has ended and that nobody has waited for."""
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -90,12 +96,30 @@ def start(
             )  # fmt: skip
         except OSError as error:
             raise SettingsError(f"cannot start {name}: {argv[0]}: {error.strerror}; check servers.command") from error
+    _offer_to_oom_killer(popen.pid)
     identity = Identity(name=name, pid=popen.pid, started=_start_time(popen.pid), argv=list(argv), port=port)
     record = folder / "processes" / f"{name}.json"
     temporary = record.with_suffix(".new")
     temporary.write_bytes(msgspec.json.encode(identity))
     temporary.replace(record)
     return Process(identity, popen, record)
+
+
+def bury(dead: set[Dead]) -> set[Dead]:
+    """Wait for those children of ours that were dead at the last look (`dead`) and still are; gives who is dead now.
+
+    For orphans that pid 1 inherits. To wait for whatever child has ended would take the exit codes of our own; those
+    are asked for many times between two looks, so whoever is dead at both is nobody's.
+    """
+    found = set()
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.status() == psutil.STATUS_ZOMBIE:
+                found.add((child.pid, child.create_time()))
+    for pid, _ in found & dead:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+    return found
 
 
 def left_behind(folder: Path) -> list[Process]:
@@ -164,6 +188,12 @@ def die_with_parent(number: int = signal.SIGTERM) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:  # it died before we had asked
         os.kill(os.getpid(), number)
+
+
+def _offer_to_oom_killer(pid: int) -> None:
+    own = int(Path("/proc/self/oom_score_adj").read_text())
+    with contextlib.suppress(OSError):  # it has ended already, which its exit code will tell
+        Path(f"/proc/{pid}/oom_score_adj").write_text(str(max(own, OOM_SCORE_ADJ)))
 
 
 def _start_time(pid: int) -> float:

@@ -14,7 +14,7 @@ import itertools
 import os
 import shutil
 import sys
-import tempfile
+import uuid
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +37,8 @@ class SetWriter:
         self._sets, self._source = folder / "sets", source
         with _disk(self._sets):
             self._sets.mkdir(parents=True, exist_ok=True)
-            self._temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=self._sets))
+            self._temporary = self._sets / f".new-{uuid.uuid4().hex}"  # not mkdtemp: others in the group read it too
+            self._temporary.mkdir()
             self._prompts = (self._temporary / "prompts.jsonl").open("wb", buffering=_BUFFER_BYTES)
             self._rejects = (self._temporary / "rejects.jsonl").open("wb")
         self._offsets = array("Q", [0])

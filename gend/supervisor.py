@@ -5,6 +5,7 @@ leave what they found; what is due next is `planner.plan`, a pure function; noth
 """
 
 import asyncio
+import collections
 import contextlib
 import fcntl
 import logging
@@ -21,6 +22,7 @@ from gend.config import Settings
 from gend.engine import connect
 from gend.errors import GendError, LedgerUnavailable, PromptRefused, ServerFault, SettingsError, Unavailable
 from gend.ledger import Ledger
+from gend.notify import Notifier
 from gend.planner import Action, Child, Rules, State, Verb, plan
 from gend.records import Sampling
 from gend.server_command import PORTS_PER_SERVER, Seat, argv, environment, seats
@@ -29,6 +31,7 @@ log = logging.getLogger("gend.supervisor")
 
 TICK_SECONDS = 0.1
 LOG_BYTES = 64 << 20  # a child's log is cut back beyond this, once a minute
+ORPHAN_LOOK_SECONDS = 5.0
 FIRST_STARTS = 2  # when every server has failed this often and none was ever ready, it is the settings
 CANARY = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
 
@@ -42,6 +45,7 @@ class Supervisor:
         self.seats = {f"server-{seat.number}": seat for seat in places}
         self.rules = Rules()
         self.ledger = Ledger(redis_url, patience_seconds=2.0)
+        self.notifier = Notifier()
         self.draining = False
         self.idle = False
         self.outage = ""
@@ -67,11 +71,14 @@ class Supervisor:
             loop.add_signal_handler(number, self._asked_to_stop, signal.Signals(number).name)
         self._meet_what_is_left()
         beside = [asyncio.create_task(self._publish()), asyncio.create_task(self._keep_house())]
+        if os.getpid() == 1:
+            beside.append(asyncio.create_task(self._bury_orphans()))
         try:
             while True:
                 self._observe()
                 for action in plan(self.children.values(), time.monotonic(), self.rules, self.draining):
                     self._do(action)
+                self.notifier.tell(self._summary(), self.draining)
                 if self.until_idle and self.idle and not self.draining:
                     log.info("every run is finished: stopping")
                     self.draining = True
@@ -276,11 +283,24 @@ class Supervisor:
             ],
         }  # fmt: skip
 
+    def _summary(self) -> str:
+        """One line for `systemctl status`."""
+        counts = collections.Counter(self.children[name].state for name in self.seats)
+        servers = ", ".join(f"{count} {state}" for state, count in counts.items())
+        return f"{'draining; ' if self.draining else ''}servers: {servers}{'; ' + self.outage if self.outage else ''}"
+
+    async def _bury_orphans(self) -> None:
+        """As a container's first process, wait for the dead that it has inherited."""
+        dead: set[processes.Dead] = set()
+        while True:
+            await asyncio.sleep(ORPHAN_LOOK_SECONDS)
+            dead = await asyncio.to_thread(processes.bury, dead)
+
     async def _keep_house(self) -> None:
         """Cut back logs that grew too large, once a minute."""
         while True:
             await asyncio.sleep(60.0)
-            for name in self.children:
+            for name in [*self.children, "daemon"]:
                 await asyncio.to_thread(cut_log, processes.log_path(self.folder, name), LOG_BYTES)
 
 

