@@ -206,33 +206,31 @@ def status(context: Context, as_json: bool) -> None:
 
 @main.command()
 @click.argument("run")
+@click.option("--html", "page", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
+              help="Also write the report with plots and sample rows as one HTML file.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="The whole report as JSON.")
 @click.pass_obj
-def verify(context: Context, run: str, as_json: bool) -> None:
+def verify(context: Context, run: str, page: Path | None, as_json: bool) -> None:
     """Read every part of RUN in the store: exit 0 only if every prompt has exactly one sound row.
 
-    RUN is a run's id, its name, or a beginning of the id that fits only one.
+    RUN is a run's id, its name, or a beginning of the id that fits only one. Its rounds (gend retry) are read too.
     """
-    from gend.report import verify as read_parts
+    from gend.report import Samples, render
+    from gend.report import verify as read_everything
+    from gend.runs import stored_rounds
 
     settings = context.settings
     store = context.store(settings)
+    found = _find_run(store, run)
+    rounds = stored_rounds(store, found)
+    samples = Samples(8, found.id) if page else None
     with _counter("batches read", as_json) as progress:
-        report = read_parts(store, _find_run(store, run), lambda done, _: progress(done))
-    if as_json:
-        click.echo(msgspec.json.encode(report).decode())
-    else:
-        click.echo(
-            f"run {report.run}: {report.rows:,} rows for {report.prompts:,} prompts, "
-            f"{report.parts:,} of {report.batches:,} parts, {report.bytes / 1e6:,.1f} MB, "
-            f"{report.completion_tokens:,} tokens made"
-        )
-        click.echo("verdicts: " + ", ".join(f"{name} {count:,}" for name, count in report.verdicts.items()))
-        for fault in report.faults:
-            click.echo(f"  {fault}")
-        if report.fault_count > len(report.faults):
-            click.echo(f"  and {report.fault_count - len(report.faults):,} more")
-        click.echo("whole and sound" if report.sound else f"NOT SOUND: {report.fault_count:,} faults")
+        report = read_everything(store, found, rounds, samples, progress)
+    if page and samples:
+        from gend.report_page import write_page
+
+        write_page(page, found, rounds, report, samples)
+    click.echo(msgspec.json.encode(report).decode() if as_json else render(report))
     sys.exit(0 if report.sound else 1)
 
 
@@ -320,9 +318,10 @@ def worker(context: Context, number: int, url: str) -> None:
     die_with_parent()
     settings = context.settings
     _log_to_stderr(False)
-    name = f"{box_name(settings.folder)}-worker-{number}.{uuid.uuid4().hex[:8]}"
+    box = box_name(settings.folder)
+    name = f"{box}-worker-{number}.{uuid.uuid4().hex[:8]}"
     redis_url = settings.redis.url or valkey.socket_url(settings.folder)
-    sys.exit(uvloop.run(work(settings, redis_url, number, url, name)))
+    sys.exit(uvloop.run(work(settings, redis_url, number, url, box, name)))
 
 
 @main.command(hidden=True)
@@ -351,9 +350,11 @@ def _find_run(store: "Store", wanted: str) -> "Run":
     from gend.runs import stored_run
 
     names = list(store.folders("runs/"))
-    fits = [name for name in names if name == wanted] or [
-        name for name in names if name.startswith(wanted) or name.rpartition("-")[0] == wanted
-    ]
+    fits = (
+        [name for name in names if name == wanted]
+        or [name for name in names if name.rpartition("-")[0] == wanted]
+        or [name for name in names if name.startswith(wanted)]
+    )
     if len(fits) != 1:
         what = "no run" if not fits else f"{len(fits)} runs"
         there = ", ".join((fits or names)[:5]) or "none; see gend enqueue"
@@ -413,4 +414,5 @@ def _log_to_stderr(as_json: bool, afterwards: Path | None = None) -> None:
     handler = _Stderr(afterwards)
     plain = logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%Y-%m-%d %H:%M:%S")
     handler.setFormatter(_JsonLines() if as_json else plain)
+    logging.getLogger("botocore").setLevel(logging.WARNING)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

@@ -68,3 +68,7 @@ class ServerFault(GendError):
 
 class Draining(GendError):
     """Nothing new is sent any more: finish or give back what is held."""
+
+
+class Withdrawn(GendError):
+    """This prompt need not wait here: offer it to all servers of the box, and take its row from whoever made it."""

@@ -9,6 +9,8 @@
 | gend:run:ID:leases         | zset   | batch number -> when its lease ends (ms, Redis' own clock)                  |
 | gend:run:ID:owners         | hash   | batch number -> claim, the name of who holds it                             |
 | gend:run:ID:counts         | hash   | rows, tokens, and rows by verdict, of done batches                          |
+| gend:box:BOX:offers        | list   | prompts that any server of the box may take, at the end: Offer as JSON       |
+| gend:box:BOX:takers        | hash   | Offer as JSON -> the worker that took it                                    |
 | gend:daemon                | string | the supervisor's view as JSON, expires                                      |
 | gend:worker:NAME           | string | a worker's own view as JSON, expires                                        |
 | gend:history               | list   | samples of totals over time, newest first, bounded                          |
@@ -21,7 +23,7 @@ until a time, to work on a batch; two holders are harmless (see worker.py). Memo
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, cast
 
 import msgspec
@@ -80,6 +82,31 @@ return new
 """
 
 
+# Take offers: the oldest whose batch still belongs to who offered them. KEYS offers, takers; ARGV most, name.
+_TAKE_OFFERS = """
+local taken = {}
+while #taken < tonumber(ARGV[1]) do
+  local offer = redis.call('LPOP', KEYS[1])
+  if not offer then break end
+  local it = cjson.decode(offer)
+  if redis.call('HGET', 'gend:run:' .. it.run .. ':owners', it.batch) == it.claim then
+    redis.call('HSET', KEYS[2], offer, ARGV[2])
+    taken[#taken + 1] = offer
+  end
+end
+return taken
+"""
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """One prompt of a batch that its owner lets any server of the box take: prompt `index` of the batch, from 0."""
+
+    run: str
+    batch: int
+    index: int
+    claim: str
+
+
 class Control(msgspec.Struct, frozen=True, kw_only=True):
     """What a person decided about a run, and why; kept in the store too, so that it outlives Redis."""
 
@@ -134,6 +161,7 @@ class Ledger:
         self._renew = self.redis.register_script(_RENEW)
         self._give_back = self.redis.register_script(_GIVE_BACK)
         self._mark_done = self.redis.register_script(_MARK_DONE)
+        self._take_offers = self.redis.register_script(_TAKE_OFFERS)
 
     # -- is it fit -----------------------------------------------------------------------------------------------
 
@@ -277,6 +305,51 @@ class Ledger:
                     if claim.startswith(prefix):
                         released += int(cast(Any, self._give_back(keys=_keys(run)[:3], args=[batch, claim])))
         return released
+
+    def all_taken(self, runs: Iterable[Run]) -> bool:
+        """Whether every batch of these runs is done or leased: nothing is left to claim."""
+        runs, now_ms = list(runs), self._now_ms()
+        with _redis_errors():
+            pipe = self.redis.pipeline(transaction=False)
+            for run in runs:
+                pipe.scard(f"gend:run:{run.id}:done")
+                pipe.zcount(f"gend:run:{run.id}:leases", now_ms, "+inf")
+            answers = iter(pipe.execute())
+        return all(done + leased >= run.batches for run, done, leased in zip(runs, answers, answers, strict=True))
+
+    # -- the end of a run: prompts that any server of the box may take -------------------------------------------
+
+    def offer(self, box: str, offers: Iterable[Offer]) -> None:
+        """Let any server of the box take these prompts."""
+        lines = [msgspec.json.encode(offer) for offer in offers]
+        if lines:
+            with _redis_errors():
+                self.redis.rpush(f"gend:box:{box}:offers", *lines)
+
+    def take_offers(self, box: str, most: int, worker: str) -> list[Offer]:
+        """Up to `most` offers, now this worker's; those whose batch has another owner by now are dropped."""
+        keys = [f"gend:box:{box}:offers", f"gend:box:{box}:takers"]
+        with _redis_errors():
+            taken = cast(list[str], self._take_offers(keys=keys, args=[most, worker]))
+        return [msgspec.json.decode(line, type=Offer) for line in taken]
+
+    def close_offers(self, box: str, offers: Iterable[Offer]) -> None:
+        """These are over: their rows are in the spool, or they are not to be made here after all."""
+        lines = [msgspec.json.encode(offer) for offer in offers]
+        if lines:
+            with _redis_errors():
+                self.redis.hdel(f"gend:box:{box}:takers", *lines)
+
+    def open_offers(self, box: str) -> set[Offer]:
+        """Offers that wait for somebody, or that a live worker has taken."""
+        with _redis_errors():
+            waiting = cast(list[str], self.redis.lrange(f"gend:box:{box}:offers", 0, -1))
+            takers = cast(dict[str, str], self.redis.hgetall(f"gend:box:{box}:takers"))
+            names = sorted(set(takers.values()))
+            views = cast(list[str | None], self.redis.mget([f"gend:worker:{n}" for n in names])) if names else []
+        live = {name for name, view in zip(names, views, strict=True) if view}
+        lines = [*waiting, *(line for line, name in takers.items() if name in live)]
+        return {msgspec.json.decode(line, type=Offer) for line in lines}
 
     # -- hints: RQ -----------------------------------------------------------------------------------------------
 

@@ -258,4 +258,3 @@ def sample(ledger: Ledger) -> dict[str, Any]:
             for worker in ledger.workers()
         },
     }
-

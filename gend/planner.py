@@ -5,8 +5,8 @@
                        +---- ends, or too slow, or hangs: failed ------+--> backoff --after a while--> down
     blocked: something of the last process is still there (a port, GPU memory); looked at again every few seconds
 
-A worker stands on its server: it is started when the server is ready and stopped when it is not. Nothing ever gives
-up: the pause between starts grows to `longest_backoff_seconds` and shrinks again after healthy time.
+A worker stands on its server: it starts beside it, is ready when the server is, and stops when the server is gone.
+Nothing ever gives up: the pause between starts grows to `longest_backoff_seconds` and shrinks again after healthy time.
 """
 
 import enum
@@ -92,7 +92,8 @@ def _next(child: Child, known: dict[str, Child], now: float, rules: Rules, drain
         return Action(verb, child.name, reason)
 
     ground = known.get(child.needs) if child.needs else None
-    standing = ground is None or ground.state == State.READY
+    standing = ground is None or ground.state in (State.STARTING, State.READY)
+    ready = ground is None or ground.state == State.READY
     match child.state:
         case State.DOWN:
             first = known.get(child.waits_for_start_of) if child.waits_for_start_of else None
@@ -105,8 +106,8 @@ def _next(child: Child, known: dict[str, Child], now: float, rules: Rules, drain
             worker_first = any(other.needs == child.name and _present(other) for other in known.values())
             return None if worker_first and draining else act(Verb.STOP, "draining" if draining else "asked to")
         case State.STARTING | State.READY if not standing:
-            return act(Verb.STOP, f"{child.needs} is not ready")
-        case State.STARTING if child.answers:
+            return act(Verb.STOP, f"{child.needs} is gone")
+        case State.STARTING if child.answers and ready:
             return act(Verb.READY)
         case State.STARTING if now - child.since > child.load_seconds:
             return act(Verb.KILL, f"not ready after {child.load_seconds:.0f} s")

@@ -56,6 +56,13 @@ class Process:
             return self._popen.poll()
         return None if _same(self.identity) else -1
 
+    def say(self, line: bytes) -> None:
+        """Write a line to its stdin, if it was started to listen and still does."""
+        if self._popen is not None and self._popen.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._popen.stdin.write(line)
+                self._popen.stdin.flush()
+
     def terminate(self) -> None:
         """Ask the leader alone: SGLang takes a TERM to its whole group for a crash."""
         with contextlib.suppress(ProcessLookupError):
@@ -79,20 +86,25 @@ class Process:
 
     def forget(self) -> None:
         """It is gone, all of it: remove the record."""
+        if self._popen is not None and self._popen.stdin is not None:
+            self._popen.stdin.close()
         self._record.unlink(missing_ok=True)
 
 
 def start(
-    folder: Path, name: str, argv: Sequence[str], environment: Mapping[str, str], port: int = 0, cwd: Path | None = None
+    folder: Path, name: str, argv: Sequence[str], environment: Mapping[str, str], port: int = 0, talk: bool = False
 ) -> Process:
-    """Start `argv` in a new session with output in FOLDER/logs/NAME.log. Raises SettingsError if it cannot start."""
+    """Start `argv` in a new session with output in FOLDER/logs/NAME.log. Raises SettingsError if it cannot start.
+
+    With `talk`, it listens on its stdin, which also ends when we do.
+    """
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     (folder / "processes").mkdir(parents=True, exist_ok=True)
     with open(log_path(folder, name), "ab") as log:
         try:
             popen = subprocess.Popen(
-                list(argv), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(environment), cwd=cwd,
-                start_new_session=True,
+                list(argv), stdin=subprocess.PIPE if talk else subprocess.DEVNULL, stdout=log, stderr=log,
+                env=dict(environment), start_new_session=True,
             )  # fmt: skip
         except OSError as error:
             raise SettingsError(f"cannot start {name}: {argv[0]}: {error.strerror}; check servers.command") from error

@@ -7,9 +7,12 @@ the order of their batches: this is what keeps a server full across batches, wit
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 
-from gend.errors import Draining
+from gend.errors import Draining, Withdrawn
+
+RETRY = -1
+"""The rank of a prompt that was sent before: ahead of all others, since its batch waits for it."""
 
 
 class Slots:
@@ -22,10 +25,15 @@ class Slots:
         self.changed = asyncio.Event()  # something was taken or given back: look again whether more is wanted
         self._rooms: dict[int, dict[str, deque[asyncio.Future[None]]]] = {}
 
+    @property
+    def free(self) -> int:
+        """Slots that nobody holds and nobody waits for."""
+        return max(0, self.limit - self.in_flight)
+
     @contextlib.asynccontextmanager
-    async def slot(self, rank: int, run: str, first: bool = False) -> AsyncIterator[None]:
-        """Hold a slot for the block. `first`: ahead of the run's others (a retry). Raises Draining once closed."""
-        await self._enter(rank, run, first)
+    async def slot(self, rank: int, run: str) -> AsyncIterator[None]:
+        """Hold a slot for the block. Raises Draining, and for ranks from 0 on Withdrawn."""
+        await self._enter(rank, run)
         try:
             yield
         finally:
@@ -33,9 +41,10 @@ class Slots:
             self._admit()
             self.changed.set()
 
-    def waiting(self, rank: int) -> int:
-        """How many prompts of this rank or a higher priority wait for a slot."""
-        return sum(len(queue) for r, runs in self._rooms.items() if r <= rank for queue in runs.values())
+    def waiting(self, rank: int | None = None) -> int:
+        """How many prompts wait for a slot: all, or those of this rank or a higher priority."""
+        queues = (q for r, runs in self._rooms.items() if rank is None or r <= rank for q in runs.values())
+        return sum(not future.done() for queue in queues for future in queue)  # one who gave up waits no more
 
     def set_limit(self, limit: int) -> None:
         """Let this many be in flight; when it shrinks, those in flight go on to their end."""
@@ -46,22 +55,26 @@ class Slots:
     def close(self, run: str | None = None) -> None:
         """Send away all who wait (of one run, or of all for good): they raise Draining. Those in flight go on."""
         self.closed = self.closed or run is None
-        for runs in self._rooms.values():
+        self._send_away(Draining("nothing new is sent"), self._rooms, run)
+
+    def withdraw(self) -> None:
+        """Send away all who wait but retries, so that any server of this box can take them: they raise Withdrawn."""
+        self._send_away(Withdrawn("offered to all servers"), [rank for rank in self._rooms if rank != RETRY], None)
+
+    def _send_away(self, why: Exception, ranks: Iterable[int], run: str | None) -> None:
+        for runs in (self._rooms[rank] for rank in ranks):
             for name in list(runs) if run is None else [run]:
                 for future in runs.pop(name, ()):
                     if not future.done():
-                        future.set_exception(Draining("nothing new is sent"))
+                        future.set_exception(why)
         self.changed.set()
 
-    async def _enter(self, rank: int, run: str, first: bool) -> None:
+    async def _enter(self, rank: int, run: str) -> None:
         if self.closed:
             raise Draining("nothing new is sent")
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         queue = self._rooms.setdefault(rank, {}).setdefault(run, deque())
-        if first:
-            queue.appendleft(future)
-        else:
-            queue.append(future)
+        queue.append(future)
         self._admit()
         try:
             await future

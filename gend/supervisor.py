@@ -9,6 +9,7 @@ import collections
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import signal
 import sys
@@ -45,6 +46,7 @@ class Supervisor:
         self.seats = {f"server-{seat.number}": seat for seat in places}
         self.rules = Rules()
         self.ledger = Ledger(redis_url, patience_seconds=2.0)
+        self.news = asyncio.Event()  # something was found out: look before the next tick
         self.notifier = Notifier()
         self.draining = False
         self.idle = False
@@ -59,8 +61,11 @@ class Supervisor:
         for name, seat in self.seats.items():
             yield Child(name=name, load_seconds=servers.load_seconds, stop_seconds=servers.stop_seconds)
             yield Child(
-                name=f"worker-{seat.number}", needs=name, stop_seconds=self.settings.work.drain_seconds + 10.0
-            )  # fmt: skip
+                name=f"worker-{seat.number}",
+                needs=name,
+                load_seconds=math.inf,  # it waits for its server, which has a deadline of its own
+                stop_seconds=self.settings.work.drain_seconds + 10.0,
+            )
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -85,7 +90,9 @@ class Supervisor:
                 if self.draining and not self.running:
                     return 0
                 self._give_up_if_nothing_ever_starts()
-                await asyncio.sleep(TICK_SECONDS)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.news.wait(), TICK_SECONDS)
+                self.news.clear()
         finally:
             for task in [*beside, *self.probes.values()]:
                 task.cancel()
@@ -109,6 +116,8 @@ class Supervisor:
             case Verb.READY:
                 child.ever_ready = True
                 self._enter(child, State.READY)
+                if child.needs:
+                    self.running[child.name].say(b"ready\n")
             case Verb.STOP:
                 self._enter(child, State.STOPPING, action.reason)
                 self.running[child.name].terminate()
@@ -140,7 +149,7 @@ class Supervisor:
                 command += ["worker", "--number", number, "--url", self.seats[child.needs].url]
             else:
                 command += ["loader"]
-            process = processes.start(self.folder, child.name, command, os.environ)
+            process = processes.start(self.folder, child.name, command, os.environ, talk=bool(child.needs))
         self.running[child.name] = process
         child.starts += 1
         child.exit_code, child.answers, child.trouble, child.asked_to_stop = None, False, "", False
@@ -242,6 +251,7 @@ class Supervisor:
                     pass  # refused connections while it loads are no failures; the deadline is the planner's
                 else:
                     child.answers = True
+                    self.news.set()
                     return
                 await asyncio.sleep(0.2)
 

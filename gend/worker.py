@@ -14,6 +14,9 @@ A kill between any two steps costs what is after it and nothing before: the next
 part, or the rows. Two owners at once are harmless: each writes a spool file of its own, both parts hold one row for
 each prompt, the store keeps one, and the mark can be set twice. While Redis, the store or the disk is away, the step
 waits, everything else goes on, and no row's attempts are used up.
+
+When nothing is left to claim, the prompts that still wait are offered to all servers of the box (`_share`), so that
+each free slot takes the next one whosever it is. Their rows come back through the spool.
 """
 
 import asyncio
@@ -22,6 +25,7 @@ import itertools
 import logging
 import os
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -31,6 +35,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from gend import sets
+from gend.concurrency import Pilot, queue_wanted
 from gend.config import Settings
 from gend.engine import Server, connect
 from gend.errors import (
@@ -44,11 +49,12 @@ from gend.errors import (
     ServerUnavailable,
     SettingsError,
     Unavailable,
+    Withdrawn,
 )
-from gend.ledger import PRIORITIES, Control, Ledger, queue_name
+from gend.ledger import PRIORITIES, Control, Ledger, Offer, queue_name
 from gend.records import Batch, Prompt, Reply, Row, Run, Usage, part_key, row_seed
 from gend.rq_worker import Delivery, RQWorker
-from gend.slots import Slots
+from gend.slots import RETRY, Slots
 from gend.spool import Spool
 from gend.store import Store, open_store
 from gend.verdict import ABORT, ERROR, REFUSED, judge
@@ -56,10 +62,12 @@ from gend.verdict import ABORT, ERROR, REFUSED, judge
 log = logging.getLogger("gend.worker")
 T = TypeVar("T")
 
+READY = b"ready\n"
+"""What the supervisor writes to our stdin when the server is ready."""
+
 SERVER_GONE = os.EX_TEMPFAIL
 """Exit code: the server is gone, everything was given back; start me again when it is ready."""
 
-LIMIT_UNKNOWN = 16  # in flight, for a server that does not say how many it can run
 BLAMES = 3  # faults of one prompt, each while other prompts completed, until its row is an error
 
 
@@ -70,12 +78,15 @@ class Held:
         self.run, self.batch, self.claim, self.task = run, batch, claim, task
         self.spool: Spool | None = None
         self.lost = False
+        self.elsewhere: dict[Offer, tuple[str, asyncio.Future[bool]]] = {}  # offered -> its prompt's id, whether made
 
 
 class Worker:
     """One server kept full, across batches and runs."""
 
-    def __init__(self, settings: Settings, number: int, server: Server, name: str):
+    def __init__(self, settings: Settings, number: int, server: Server, box: str, name: str):
+        """`box` is shared by all workers of this box, which share its spool; `name` is new at each start."""
+        self.box = box
         self.settings, self.number, self.server, self.name = settings, number, server, name
         self.slots = Slots()
         self.held: dict[tuple[str, int], Held] = {}
@@ -88,6 +99,11 @@ class Worker:
         self.ledger: Ledger
         self.rq: RQWorker
         self.store: Store
+        self._loop = asyncio.get_running_loop()
+        self._ready = asyncio.Event()
+        self._pilot = Pilot(fixed=settings.work.in_flight)
+        self._faults = 0
+        self._to_offer: list[tuple[Held, Offer, str, asyncio.Future[bool]]] = []
         self._claims = itertools.count()
         self._batches: set[asyncio.Task[None]] = set()
         # One thread for Redis: RQ's objects are not made for several, and a loop must never wait for a socket.
@@ -133,17 +149,30 @@ class Worker:
             )  # fmt: skip
             there = await self._patiently("disk", self._disk_threads, spool.rows)
             async with asyncio.TaskGroup() as rows:
-                for prompt in prompts:
+                for index, prompt in enumerate(prompts):
                     if prompt.id not in there:
-                        rows.create_task(self._make_row(run, batch, prompt, spool))
+                        rows.create_task(self._see_to_row(run, batch, index, prompt, held, spool))
             part = await self._patiently("disk", self._disk_threads, spool.part, [prompt.id for prompt in prompts])
             await self._patiently("store", self._store_threads, self.store.put, key, part)
         counts = await self._in_thread(self._disk_threads, counts_of, part)
         await self._patiently("redis", self._redis_thread, self.ledger.mark_done, run.id, batch.number, counts)
         await self._in_thread(self._disk_threads, spool.delete)
 
+    async def _see_to_row(self, run: Run, batch: Batch, index: int, prompt: Prompt, held: Held, spool: Spool) -> None:
+        """One prompt to one row in the spool, made here or by whoever takes the offer."""
+        while True:
+            try:
+                return await self._make_row(run, batch, prompt, spool)
+            except Withdrawn:
+                offer, made = Offer(run.id, batch.number, index, held.claim), self._loop.create_future()
+                self._to_offer.append((held, offer, prompt.id, made))
+                try:
+                    if await made:
+                        return
+                finally:
+                    held.elsewhere.pop(offer, None)
+
     async def _make_row(self, run: Run, batch: Batch, prompt: Prompt, spool: Spool) -> None:
-        """One prompt to one row in the spool."""
         row = await self._generate(run, batch, prompt)
         self.totals["rows"] += 1
         self.totals["prompt_tokens"] += row.usage.prompt_tokens
@@ -156,12 +185,11 @@ class Worker:
             await self._patiently("disk", self._disk_threads, spool.append, line)
 
     async def _generate(self, run: Run, batch: Batch, prompt: Prompt) -> Row:
-        rank = PRIORITIES.index(self.controls.get(run.id, Control()).priority)
+        rank = self._rank(run.id)
         attempts = blames = 0
         pause = 0.5
         while True:
-            again = attempts + blames > 0
-            async with self.slots.slot(rank, run.id, first=again):
+            async with self.slots.slot(RETRY if attempts + blames else rank, run.id):
                 seed = row_seed(run.sampling.seed, prompt.id, attempts)
                 completed, started = self.server.completed, time.monotonic()
                 row = Row(
@@ -175,6 +203,7 @@ class Worker:
                     return row
                 except ServerFault as error:
                     fault = str(error)
+                    self._faults += 1
                 else:
                     row.seconds = round(time.monotonic() - started, 3)
                     row.verdict = judge(reply, run.sampling)
@@ -210,6 +239,7 @@ class Worker:
 
     async def _feed(self) -> None:
         """Take the next batch whenever fewer prompts wait than may become wanted at once."""
+        await self._ready.wait()
         while not self.draining.is_set():
             self.slots.changed.clear()
             delivery = None
@@ -219,8 +249,10 @@ class Worker:
                 except LedgerUnavailable as error:
                     self._away("redis", error)
             if delivery is None:
+                with contextlib.suppress(LedgerUnavailable):
+                    await self._share()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.slots.changed.wait(), 0.2)
+                    await asyncio.wait_for(self.slots.changed.wait(), 0.1)
                 continue
             self._back("redis")
             batch = asyncio.create_task(self._deliver(delivery))
@@ -234,13 +266,14 @@ class Worker:
         if len(self._batches) >= self._open_batches():
             return []
         held = Counter(run for run, _ in self.held)
-        controls = {run: self.controls.get(run, Control()) for run in self.runs}
-        ranked = sorted(
-            (PRIORITIES.index(control.priority), held[run], run)
-            for run, control in controls.items()
-            if control.state == "active"
-        )
+        ranked = sorted((self._rank(run), held[run], run) for run in self._active())
         return [queue_name(run) for rank, _, run in ranked if self.slots.waiting(rank) < self._read_ahead()]
+
+    def _active(self) -> list[str]:
+        return [run for run in self.runs if self.controls.get(run, Control()).state == "active"]
+
+    def _rank(self, run: str) -> int:
+        return PRIORITIES.index(self.controls.get(run, Control()).priority)
 
     def _read_ahead(self) -> int:
         return max(self.slots.limit // 2, 4) if self.slots.limit else 0
@@ -265,6 +298,73 @@ class Worker:
         finally:
             with contextlib.suppress(LedgerUnavailable):  # RQ clears up after jobs that never reported back
                 await self._redis(self.rq.finished, delivery)
+
+    # -- the end: any free slot of the box takes the next prompt --------------------------------------------------
+
+    async def _share(self) -> None:
+        """When nothing is left to claim, offer what waits here, and take offers for the slots that are free."""
+        if self.slots.waiting() and await self._redis(
+            self.ledger.all_taken, [self.runs[run] for run in self._active()]
+        ):
+            self.slots.withdraw()
+            await asyncio.sleep(0)  # lets them say what they are
+            offered, self._to_offer = self._to_offer, []
+            await self._redis(self.ledger.offer, self.box, [offer for _, offer, _, _ in offered])
+            for held, offer, prompt, made in offered:
+                held.elsewhere[offer] = prompt, made
+        # The server's own small queue is for the steady state: here it would keep a prompt from another's free slot.
+        if (free := self.slots.free - queue_wanted(self.slots.limit)) > 0 and not self.slots.closed:
+            for offer in await self._redis(self.ledger.take_offers, self.box, free, self.name):
+                held_here = self.held.get((offer.run, offer.batch))
+                if held_here and offer in held_here.elsewhere:
+                    _settle(held_here.elsewhere[offer][1], False)
+                    await self._redis(self.ledger.close_offers, self.box, [offer])
+                else:
+                    helping = asyncio.create_task(self._help(offer))
+                    self._batches.add(helping)
+                    helping.add_done_callback(self._batch_ended)
+
+    async def _help(self, offer: Offer) -> None:
+        """Make one row of a batch that another worker of this box holds; it collects the row from the spool."""
+        try:
+            run = self.runs[offer.run]
+            batch = run.batch(offer.batch)
+            prompts = await self._in_thread(
+                self._disk_threads, sets.read_prompts, self.settings.folder, run.set.fingerprint,
+                batch.first + offer.index, 1,
+            )  # fmt: skip
+            spool = Spool(self.settings.folder, batch, f"{self.name}.{next(self._claims)}")
+            try:
+                await self._make_row(run, batch, prompts[0], spool)
+            finally:
+                spool.close()
+        except ServerUnavailable as error:
+            self._server_is_gone(error)
+        except (KeyError, Withdrawn, Draining, DiskUnavailable, asyncio.CancelledError):
+            pass  # not to be made here after all: closing the offer sends it back to its owner
+        with contextlib.suppress(LedgerUnavailable):  # its owner finds the row, or that we are gone
+            await self._redis(self.ledger.close_offers, self.box, [offer])
+
+    async def _collect(self) -> None:
+        """Find the rows that others made for our batches; take back what nobody has any more."""
+        while True:
+            await asyncio.sleep(0.3)
+            away = [(held, dict(held.elsewhere)) for held in self.held.values() if held.elsewhere]
+            if not away:
+                continue
+            try:
+                opened = await self._redis(self.ledger.open_offers, self.box)
+            except LedgerUnavailable:
+                continue
+            for held, offers in away:
+                assert held.spool is not None
+                # After the look at the ledger: a taker appends its row first and closes the offer then.
+                there = await self._patiently("disk", self._disk_threads, held.spool.rows)
+                for offer, (prompt, made) in offers.items():
+                    if prompt in there:
+                        _settle(made, True)
+                    elif offer not in opened:
+                        _settle(made, False)
 
     def _batch_ended(self, task: "asyncio.Task[None]") -> None:
         self._batches.discard(task)
@@ -326,21 +426,22 @@ class Worker:
         return {
             "name": self.name, "server": self.number, "pid": os.getpid(), "at": time.time(),
             "in_flight": self.slots.in_flight, "limit": self.slots.limit,
-            "waiting": self.slots.waiting(len(PRIORITIES)), "open_batches": len(self.held),
+            "limited_by": self._pilot.limited_by, "waiting": self.slots.waiting(), "open_batches": len(self.held),
             "totals": dict(self.totals), "draining": self.draining.is_set(),
             "outages": {what: {"since": since, "why": why} for what, (since, why) in self.outages.items()},
         }  # fmt: skip
 
     async def _follow_load(self) -> None:
         """Let as many requests be in flight as the server can run, and a few more for it to find at once."""
+        tokens = faults = 0
         while True:
-            fixed = self.settings.work.in_flight
             load = await self.server.load()
-            most = fixed or load.max_running or LIMIT_UNKNOWN
-            limit = fixed or most + max(2, most // 32)
+            made, failed = self.totals["completion_tokens"] - tokens, self._faults - faults
+            tokens, faults = tokens + made, faults + failed
+            limit = self._pilot.step(load, self.slots.in_flight, made, failed)
             if limit != self.slots.limit:
                 self.slots.set_limit(limit)
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(1.0 if self._ready.is_set() else 0.1)
 
     async def _sync_spool(self) -> None:
         """Make finished rows survive a power cut, all open batches together, twice a second."""
@@ -354,13 +455,12 @@ class Worker:
 
     async def run(self) -> int:
         """Work until told to stop or until the server is gone; gives the exit code."""
-        loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.draining.set)
+            self._loop.add_signal_handler(number, self.draining.set)
         await self._patiently("redis", self._redis_thread, self.rq.open)
         async with asyncio.TaskGroup() as beside:
             looks = (self._look_at_runs, self._keep_leases, self._publish, self._follow_load, self._sync_spool)
-            side = [beside.create_task(work()) for work in (*looks, self._feed)]
+            side = [beside.create_task(work()) for work in (*looks, self._feed, self._collect, self._listen)]
             await self.draining.wait()
             await self._drain()
             for task in side:
@@ -369,6 +469,15 @@ class Worker:
             await self._redis(self.rq.close)
             await self._redis(self.ledger.redis.delete, f"gend:worker:{self.name}")
         return SERVER_GONE if self.server_gone else 1 if self.broken else 0
+
+    async def _listen(self) -> None:
+        """The supervisor says `ready` on our stdin when the server is; the end of stdin means that it is gone."""
+        reader = asyncio.StreamReader()
+        await self._loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        while line := await reader.readline():
+            if line == READY:
+                self._ready.set()
+        self.draining.set()
 
     async def _drain(self) -> None:
         """Send nothing new, let what is in flight end for a while, give back the rest."""
@@ -389,7 +498,7 @@ class Worker:
     # -- threads and patience ------------------------------------------------------------------------------------
 
     async def _in_thread(self, pool: ThreadPoolExecutor, call: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(pool, call, *args)
+        return await self._loop.run_in_executor(pool, call, *args)
 
     async def _redis(self, call: Callable[..., T], *args: Any) -> T:
         return await self._in_thread(self._redis_thread, call, *args)
@@ -442,6 +551,11 @@ def _tokens(usage: Usage) -> tuple[int, int, int]:
     return usage.prompt_tokens, usage.completion_tokens, usage.reasoning_tokens
 
 
+def _settle(future: "asyncio.Future[bool]", made: bool) -> None:
+    if not future.done():
+        future.set_result(made)
+
+
 def _leaves(error: BaseException) -> Iterator[BaseException]:
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
@@ -450,10 +564,10 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
-async def work(settings: Settings, redis_url: str, number: int, url: str, name: str) -> int:
+async def work(settings: Settings, redis_url: str, number: int, url: str, box: str, name: str) -> int:
     """The worker process: its whole life. Gives the exit code."""
     async with connect(url, settings.model.path, settings.work.request_seconds) as server:
-        worker = Worker(settings, number, server, name)
+        worker = Worker(settings, number, server, box, name)
         worker.ledger = Ledger(redis_url)
         worker.rq = RQWorker(worker.ledger.raw, name)
         worker.store = open_store(settings.store)
