@@ -2,13 +2,14 @@
 
 | key                        | type   | holds                                                                       |
 |----------------------------|--------|-----------------------------------------------------------------------------|
-| gend:epoch                 | string | set once the ledger agrees with the store; gone when Redis was emptied      |
+| gend:epoch                 | string | Redis' own run_id when the ledger was last brought to agree with the store  |
 | gend:runs                  | hash   | run id -> the run as JSON                                                   |
 | gend:control               | hash   | run id -> Control as JSON: state, priority, reason                          |
 | gend:run:ID:done           | set    | numbers of the batches that have a complete part in the store               |
-| gend:run:ID:leases         | zset   | batch number -> when its lease ends (ms, Redis' own clock)                  |
+| gend:run:ID:leases         | zset   | batch number -> when its lease ends (ms, Redis' own clock); 0: given back   |
 | gend:run:ID:owners         | hash   | batch number -> claim, the name of who holds it                             |
-| gend:run:ID:counts         | hash   | rows, tokens, and rows by verdict, of done batches                          |
+| gend:run:ID:counts         | hash   | rows, tokens, and rows by verdict, of the batches in counted                |
+| gend:run:ID:counted        | set    | numbers of the done batches whose rows are in counts                        |
 | gend:box:BOX:offers        | list   | prompts that any server of the box may take, at the end: Offer as JSON       |
 | gend:box:BOX:takers        | hash   | Offer as JSON -> the worker that took it                                    |
 | gend:daemon                | string | the supervisor's view as JSON, expires                                      |
@@ -22,6 +23,7 @@ until a time, to work on a batch; two holders are harmless (see worker.py). Memo
 
 import contextlib
 import itertools
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, cast
@@ -62,20 +64,21 @@ redis.call('HSET', KEYS[3], ARGV[1], ARGV[2])
 return 1
 """
 
-# Give back: only what is ours.
+# Give back: only what is ours. A lease that has ended stays listed until the batch is claimed again or done.
 _GIVE_BACK = """
 if redis.call('HGET', KEYS[3], ARGV[1]) ~= ARGV[2] then return 0 end
-redis.call('ZREM', KEYS[2], ARGV[1])
+redis.call('ZADD', KEYS[2], 0, ARGV[1])
 redis.call('HDEL', KEYS[3], ARGV[1])
 return 1
 """
 
-# Mark done: counts are added once, however often it is called. KEYS[4] counts; ARGV batch, then field, amount pairs.
+# Mark done: counts are added once, however often it is called, whoever said before that the part is there.
+# KEYS[4] counts, KEYS[5] counted; ARGV batch, then field, amount pairs.
 _MARK_DONE = """
 local new = redis.call('SADD', KEYS[1], ARGV[1])
 redis.call('ZREM', KEYS[2], ARGV[1])
 redis.call('HDEL', KEYS[3], ARGV[1])
-if new == 1 then
+if redis.call('SADD', KEYS[5], ARGV[1]) == 1 then
   for i = 2, #ARGV, 2 do redis.call('HINCRBY', KEYS[4], ARGV[i], ARGV[i + 1]) end
 end
 return new
@@ -135,7 +138,7 @@ def _redis_errors() -> Iterator[None]:
         yield
     except (redis.ConnectionError, redis.TimeoutError) as error:
         raise LedgerUnavailable(f"Redis does not answer: {error}") from error
-    except redis.ResponseError as error:
+    except redis.RedisError as error:
         # LOADING, READONLY, MISCONF, OOM, CLUSTERDOWN, MASTERDOWN: it will not write now, but may again.
         raise LedgerUnavailable(f"Redis refuses: {error}") from error
 
@@ -155,8 +158,11 @@ class Ledger:
         try:
             self.redis = redis.Redis.from_url(url, decode_responses=True, **options)
             self.raw = redis.Redis.from_url(url, **options)  # RQ wants bytes
-        except ValueError as error:
-            raise SettingsError(f"redis.url: {error}") from error
+        except ValueError:  # whose text may hold a piece of the password
+            raise SettingsError(
+                "redis.url cannot be read: write redis://USER:PASSWORD@HOST:PORT/0 or unix:///path, with %3A for a : "
+                "and %2F for a / and so on in the password"
+            ) from None
         self._claim = self.redis.register_script(_CLAIM)
         self._renew = self.redis.register_script(_RENEW)
         self._give_back = self.redis.register_script(_GIVE_BACK)
@@ -184,16 +190,27 @@ class Ledger:
                 "Run: redis-cli CONFIG SET maxmemory-policy noeviction"
             )
 
+    def about(self) -> dict[str, Any]:
+        """What Redis says of itself: version, persistence, memory (INFO)."""
+        with _redis_errors():
+            return self.redis.info()
+
     # -- epoch and runs ------------------------------------------------------------------------------------------
 
     def rebuilt(self) -> bool:
-        """Whether this ledger has been brought to agree with the store since Redis was last empty."""
+        """Whether this ledger was brought to agree with the store since Redis was last started or emptied.
+
+        A Redis that was started anew may have come back with old data: what it says holds only after a new look.
+        """
         with _redis_errors():
-            return bool(self.redis.exists("gend:epoch"))
+            return bool(self.redis.get("gend:epoch") == self._redis_run())
 
     def mark_rebuilt(self) -> None:
         with _redis_errors():
-            self.redis.set("gend:epoch", f"{time.time():.3f}")
+            self.redis.set("gend:epoch", self._redis_run())
+
+    def _redis_run(self) -> str:
+        return str(self.redis.info("server").get("run_id", "unknown"))
 
     def add_run(self, run: Run, control: Control) -> bool:
         """Register a run; False when it was there already (its control is then left alone)."""
@@ -268,10 +285,24 @@ class Ledger:
             return bool(self._mark_done(keys=_keys(run), args=[batch, *pairs]))
 
     def add_done(self, run: str, batches: set[int]) -> None:
-        """Say of `batches` that a listing of the store has shown their parts."""
+        """Say of `batches` that a listing of the store has shown their parts; what is in them is not counted yet."""
+        done, leases, owners, *_ = _keys(run)
         with _redis_errors():
             for some in _chunks(sorted(batches), 10_000):
-                self.redis.sadd(f"gend:run:{run}:done", *some)
+                pipe = self.redis.pipeline(transaction=True)
+                pipe.sadd(done, *some)
+                pipe.zrem(leases, *some)
+                pipe.hdel(owners, *map(str, some))
+                pipe.execute()
+
+    def uncounted(self, run: str, most: int) -> list[int]:
+        """Up to `most` done batches whose rows are not in the run's counts: a listing has shown them."""
+        done, _, _, _, counted = _keys(run)
+        with _redis_errors():
+            if self.redis.scard(done) == self.redis.scard(counted):
+                return []
+            found = cast(set[str], self.redis.sdiff([done, counted]))
+        return sorted(map(int, found))[:most]
 
     def forget_done(self, run: str, batches: set[int]) -> None:
         """Say of `batches` that a listing of the store has not shown their parts: they are missing again."""
@@ -357,17 +388,30 @@ class Ledger:
         """See that up to `wanted` jobs for missing batches wait in the run's RQ queue; returns how many were added.
 
         RQ may lose, double or delay a job: a batch that is neither done, leased nor waiting is simply enqueued again.
+        One whose lease has ended is enqueued in front: its worker is gone, and rows of it may be in the spool.
         """
         from rq import Queue
         from rq.serializers import JSONSerializer
 
         queue = Queue(queue_name(run.id), connection=self.raw, serializer=JSONSerializer)
+        done, leases, *_ = _keys(run.id)
+        now_ms = self._now_ms()
         with _redis_errors():
-            waiting = {int(job.split("-")[-2]) for job in queue.get_job_ids()}
-        if len(waiting) * 2 > wanted:
-            return 0
-        taken = waiting | self.done(run.id) | self.leased(run.id)
-        missing = itertools.islice((b for b in range(run.batches) if b not in taken), wanted - len(waiting))
+            names = map(_JOB_NAME.search, queue.get_job_ids())
+            waiting = sorted({int(name[1]) for name in names if name})
+            pipe = self.redis.pipeline(transaction=False)
+            pipe.smismember(done, waiting or [-1])
+            pipe.zmscore(leases, [str(batch) for batch in waiting] or ["-1"])
+            pipe.zrangebyscore(leases, 0, now_ms)
+            are_done, lease_ends, ended = pipe.execute()
+        stale = sum(bool(is_done or (ends or 0) > now_ms) for is_done, ends in zip(are_done, lease_ends, strict=True))
+        returned = {int(batch) for batch in ended}.difference(waiting)
+        hints = [(batch, True) for batch in sorted(returned, reverse=True) if batch < run.batches]
+        useful = len(waiting) - stale
+        if useful * 2 <= wanted:
+            taken = returned.union(waiting, self.done(run.id), self.leased(run.id))
+            missing = (batch for batch in range(run.batches) if batch not in taken)
+            hints += [(batch, False) for batch in itertools.islice(missing, wanted - useful)]
         jobs = [
             Queue.prepare_data(
                 JOB_FUNCTION,
@@ -378,8 +422,9 @@ class Ledger:
                 result_ttl=0,
                 failure_ttl=600,
                 description=f"{run.id}/{batch}",
+                at_front=in_front,
             )
-            for batch in missing
+            for batch, in_front in hints
         ]
         if jobs:
             with _redis_errors():
@@ -438,8 +483,12 @@ def queue_name(run: str) -> str:
     return f"gend-{run}"
 
 
+_JOB_NAME = re.compile(r"-(\d+)-[0-9a-f]+\Z")
+"""The end of the name of a job of ours: its batch number, and what makes the name new. Others' jobs are not counted."""
+
+
 def _keys(run: str) -> list[str]:
-    return [f"gend:run:{run}:{name}" for name in ("done", "leases", "owners", "counts")]
+    return [f"gend:run:{run}:{name}" for name in ("done", "leases", "owners", "counts", "counted")]
 
 
 def _chunks(values: list[int], size: int) -> Iterator[list[int]]:
