@@ -235,6 +235,105 @@ def verify(context: Context, run: str, page: Path | None, as_json: bool) -> None
 
 
 @main.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@click.option("--out", "folder", required=True, metavar="FOLDER", type=click.Path(file_okay=False, path_type=Path),
+              help="A new or empty folder for the shards and manifest.json.")  # fmt: skip
+@click.option("--form", type=click.Choice(["messages", "specforge", "tokens"]), default="messages", show_default=True,
+              help="What a row looks like: OpenAI messages, SpecForge's, or input_ids and loss_mask.")  # fmt: skip
+@click.option("--format", "file_format", type=click.Choice(["jsonl", "parquet"]), default="jsonl", show_default=True)
+@click.option("--verdict", "verdicts", default="ok", show_default=True, metavar="V,...", help="Rows to export.")
+@click.option("--shard-rows", type=click.IntRange(min=1), default=50_000, show_default=True, metavar="N")
+@click.option("--tokenizer", metavar="FOLDER", type=click.Path(exists=True, file_okay=False, path_type=Path),
+              help="A model folder, for token ids of rows that came without.")  # fmt: skip
+@click.option("--min-loss-tokens", type=click.IntRange(min=1), default=16, show_default=True, metavar="N",
+              help="A loss mask with a smaller sum is refused; over 1 % of them, and the export fails.")  # fmt: skip
+@click.option("--partial", is_flag=True, help="Export a run that is not finished.")
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
+@click.pass_obj
+def export(
+    context: Context,
+    runs: tuple[str, ...],
+    folder: Path,
+    form: Any,
+    file_format: Any,
+    verdicts: str,
+    shard_rows: int,
+    tokenizer: Path | None,
+    min_loss_tokens: int,
+    partial: bool,
+    as_json: bool,
+) -> None:
+    """Write training files out of RUNs and their rounds: the best row of each prompt, if its verdict is chosen.
+
+    Name the largest run first: it is read once, the others twice. A folder without manifest.json is not finished.
+    """
+    from gend.export import ExportOptions
+    from gend.export import export as write_shards
+
+    settings = context.settings
+    store = context.store(settings)
+    options = ExportOptions(
+        format=file_format,
+        form=form,
+        verdicts=_verdicts(verdicts),
+        shard_rows=shard_rows,
+        tokenizer=tokenizer,
+        min_loss_tokens=min_loss_tokens,
+        partial=partial,
+    )
+    found = [_find_run(store, run) for run in runs]
+    with _counter("batches read", as_json) as progress:
+        manifest = write_shards(store, found, folder, options, progress)
+    if as_json:
+        click.echo(msgspec.json.encode(manifest).decode())
+        return
+    click.echo(f"{manifest.rows:,} rows of {manifest.prompts:,} prompts in {len(manifest.shards):,} files: {folder}")
+    for source in manifest.sources:
+        lacking = f", {source.missing_batches:,} parts missing" if source.missing_batches else ""
+        click.echo(f"  {source.rows:,} from {source.run} ({source.model}){lacking}")
+    for what, counts in (("other verdict", manifest.other_verdicts), ("left out", manifest.left_out)):
+        for reason, count in counts.items():
+            click.echo(f"  {what}: {count:,} {reason}")
+    if manifest.validator_flags:
+        click.echo(f"  passes SpecForge's validate_regenerated_data.py {' '.join(manifest.validator_flags)}")
+
+
+@main.command()
+@click.argument("run")
+@click.option("--verdict", "verdicts", required=True, metavar="V,...", help="Make the rows with these again.")
+@click.option("--set", "changes", multiple=True, metavar="KEY=VALUE", help="Sampling, e.g. --set max_tokens=32768.")
+@click.option("--priority", type=click.Choice(["high", "normal", "low"]), default="normal", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print what was registered as JSON.")
+@click.pass_obj
+def retry(context: Context, run: str, verdicts: str, changes: tuple[str, ...], priority: Any, as_json: bool) -> None:
+    """Make the rows of RUN with these verdicts again: a new round, with another seed.
+
+    A round is a run of its own; verify and export of RUN take the best row of each prompt over all its rounds.
+    """
+    from gend import loader
+    from gend.retry import next_round
+    from gend.runs import stored_rounds
+
+    settings = context.settings
+    store = context.store(settings)
+    store.check()
+    found = _find_run(store, run)
+    rounds = stored_rounds(store, found)
+    again = next_round(settings, store, found, rounds, _verdicts(verdicts), list(changes))
+    with context.ledger(settings) as ledger:
+        done = loader.register(
+            settings, ledger, store, again.set, again.name, again.sampling, priority, found.id, again.number
+        )
+    if as_json:
+        click.echo(msgspec.json.encode(done).decode())
+        return
+    click.echo(
+        f"run {done.run}: round {again.number} of {found.id}, {done.prompts:,} prompts in {done.batches:,} batches"
+    )
+    click.echo("next: gend status")
+
+
+@main.command()
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path), default=Path("demo-run"))
 def demo(folder: Path) -> None:
     """The whole job, small, on this machine alone: own Valkey, own store, a real small model on the CPU."""
@@ -360,6 +459,16 @@ def _find_run(store: "Store", wanted: str) -> "Run":
         there = ", ".join((fits or names)[:5]) or "none; see gend enqueue"
         raise SettingsError(f"{what} {wanted!r} in {store.url}; there: {there}")
     return stored_run(store, fits[0])
+
+
+def _verdicts(given: str) -> tuple[str, ...]:
+    from gend.verdict import VERDICTS
+
+    words = tuple(word.strip() for word in given.split(",") if word.strip())
+    if not words or (unknown := [word for word in words if word not in VERDICTS]):
+        what = f"unknown verdict {unknown[0]!r}" if words else "no verdict given"
+        raise SettingsError(f"--verdict {given}: {what}; there are {', '.join(VERDICTS)}")
+    return words
 
 
 def _template(path: str | None) -> str | None:

@@ -21,12 +21,17 @@ SOURCES = sorted((REPO / "gend").glob("*.py"))
 # Lowest first. A module may import from the layers below its own, and from nothing else but what SAME_THING names.
 LAYERS = {
     "errors": {"errors"},
-    "words": {"config", "records", "verdict"},
+    "words": {"config", "hash_table", "records", "verdict"},
     "outside things": {
-        "cards", "concurrency", "cpu_server", "engine", "ledger", "model_shapes", "planner", "processes",
-        "prompt_files", "prompts", "rq_worker", "server_command", "sets", "slots", "spool", "store", "valkey",
+        "cards", "chat_tokens", "concurrency", "cpu_server", "engine", "gpus", "ledger", "model_files",
+        "model_shapes", "notify", "planner", "processes", "prompt_files", "prompts", "rq_worker", "server_command",
+        "sets", "slots", "spool", "store", "valkey",
     },
-    "flows": {"demo", "loader", "plan", "report", "status", "supervisor", "worker"},
+    "runs in the store": {"runs"},
+    "flows": {
+        "demo", "doctor", "export", "loader", "plan", "report", "retry", "status", "supervisor", "tune", "worker",
+    },
+    "the report's page": {"report_page"},
     "command line": {"cli"},
     "entry": {"__main__"},
 }  # fmt: skip
