@@ -7,14 +7,13 @@ daemon leaves a Valkey that the next one finds and uses.
 
 Nobody else gets in: the socket lies in a folder of mode 0700, and there is no TCP port. Where FOLDER is shared with a
 group (setgid and group-writable, as tools/install makes it), its members get in too. Any of them may then be the one
-who starts the server, so nothing here needs to be owned by whoever comes next: files are shared, what only its owner
-may write is copied, and the server is stopped over its socket, not by a signal.
+who starts the server, so nothing here needs to be owned by whoever comes next: with a umask that leaves the group its
+rights (the command line sees to it) the files are everybody's, and the server is stopped over its socket.
 """
 
 import contextlib
 import fcntl
 import os
-import shutil
 import socket
 import stat
 import subprocess
@@ -103,8 +102,7 @@ def _start(home: Path) -> None:
 
     (home / _SOCKET).unlink(missing_ok=True)  # a killed server leaves its socket, and would not bind over it
     shared = shared_with_group(home)
-    _make(home / _LOG_FOLDER, shared)
-    _take_over(home / _LOG_FOLDER)
+    _make(home / _LOG_FOLDER, shared)  # Valkey itself would make it 0755 whatever the umask
     log = home / "valkey.log"
     config = home / "valkey.conf"
     config.write_text(
@@ -130,15 +128,6 @@ def _start(home: Path) -> None:
             process.kill()
             raise LedgerUnavailable(f"gend's own Valkey did not answer within {_START_SECONDS:.0f} s; see {log}")
         time.sleep(0.01)
-
-
-def _take_over(log_folder: Path) -> None:
-    """Make the append-only files ours to write. Valkey gives them mode 0644 whatever the umask is."""
-    for path in log_folder.iterdir():
-        if not os.access(path, os.W_OK):
-            copy = path.with_name(f"copy-{path.name}")
-            shutil.copyfile(path, copy)
-            copy.replace(path)
 
 
 def _answers(home: Path) -> bool:
