@@ -5,6 +5,7 @@ Everything here is plain data. What is written to disk, Redis or the store is JS
 
 import hashlib
 import re
+from collections import Counter
 from typing import Annotated, Any
 
 import msgspec
@@ -162,6 +163,40 @@ def row_seed(run_seed: int, prompt_id: str, attempt: int) -> int:
     """The seed of one attempt at one row, below 2**31, so that a row can be made again exactly."""
     digest = hashlib.sha256(f"{run_seed}\0{prompt_id}\0{attempt}".encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:4], "big") >> 1
+
+
+class _Brief(msgspec.Struct):
+    id: str
+    run: str
+    batch: int
+    verdict: str
+    usage: Usage
+
+
+_decode_brief = msgspec.json.Decoder(_Brief).decode
+
+
+def counts_of(part: bytes, batch: Batch) -> dict[str, int] | None:
+    """Rows, tokens, and rows by verdict of a part; None where it is not the part of `batch`, one row a prompt, whole.
+
+    Rows name their run, whose id stands for its prompts, so the prompts themselves are not needed here.
+    """
+    counts: Counter[str] = Counter()
+    ids = set()
+    *lines, end = part.split(b"\n")
+    for line in lines:
+        try:
+            row = _decode_brief(line)
+        except msgspec.DecodeError:
+            return None
+        if (row.run, row.batch) != (batch.run, batch.number):
+            return None
+        ids.add(row.id)
+        counts["rows"] += 1
+        counts[f"verdict:{row.verdict}"] += 1
+        for name, tokens in msgspec.structs.asdict(row.usage).items():
+            counts[name] += tokens
+    return dict(counts) if end == b"" and len(lines) == len(ids) == batch.count else None
 
 
 def part_key(run: str, batch: int) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from gend.errors import DiskUnavailable, NotSound
+from gend.errors import DiskUnavailable
 from gend.records import Batch
 
 
@@ -113,12 +113,11 @@ class Spool:
         except OSError as error:
             raise DiskUnavailable(f"spool {self.home}: {error.strerror}") from error
 
-    def part(self, ids: Collection[str]) -> bytes:
-        """The batch as a part: exactly one row for each of `ids`, in that order. Raises NotSound if one is missing."""
+    def part(self, ids: Collection[str]) -> bytes | None:
+        """The batch as a part: exactly one row for each of `ids`, in that order; None while one is missing."""
         rows = self.rows()
-        missing = [prompt for prompt in ids if prompt not in rows]
-        if missing:
-            raise NotSound(f"spool {self.home}: {len(missing)} of {len(ids)} rows are missing, first {missing[0]!r}")
+        if any(prompt not in rows for prompt in ids):
+            return None
         return b"".join(rows[prompt] + b"\n" for prompt in ids)
 
     def close(self) -> None:

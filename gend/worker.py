@@ -52,7 +52,7 @@ from gend.errors import (
     Withdrawn,
 )
 from gend.ledger import PRIORITIES, Control, Ledger, Offer, queue_name
-from gend.records import Batch, Prompt, Reply, Row, Run, Usage, part_key, row_seed
+from gend.records import Batch, Prompt, Reply, Row, Run, Usage, counts_of, part_key, row_seed
 from gend.rq_worker import Delivery, RQWorker
 from gend.slots import RETRY, Slots
 from gend.spool import Spool
@@ -141,34 +141,56 @@ class Worker:
     async def _finish_batch(self, run: Run, batch: Batch, held: Held) -> None:
         key = part_key(run.id, batch.number)
         spool = held.spool = Spool(self.settings.folder, batch, held.claim)
-        part = await self._patiently("store", self._store_threads, self.store.get, key)
-        if part is None:
-            prompts = await self._patiently(
-                "disk", self._disk_threads, sets.read_prompts, self.settings.folder, run.set.fingerprint,
-                batch.first, batch.count,
-            )  # fmt: skip
-            there = await self._patiently("disk", self._disk_threads, spool.rows)
-            async with asyncio.TaskGroup() as rows:
-                for index, prompt in enumerate(prompts):
-                    if prompt.id not in there:
-                        rows.create_task(self._see_to_row(run, batch, index, prompt, held, spool))
-            part = await self._patiently("disk", self._disk_threads, spool.part, [prompt.id for prompt in prompts])
-            await self._patiently("store", self._store_threads, self.store.put, key, part)
-        counts = await self._in_thread(self._disk_threads, counts_of, part)
+        counts = None
+        while counts is None:
+            part = await self._patiently("store", self._store_threads, self.store.get, key)
+            if part is None:
+                part = await self._make_part(run, batch, held, spool)
+                if not await self._patiently("store", self._store_threads, self.store.put, key, part):
+                    continue  # somebody was faster: look at what is there
+            counts = await self._in_thread(self._disk_threads, counts_of, part, batch)
+            if counts is None:
+                log.warning("batch %s: %s in the store is not its part: replaced", batch, key)
+                part = await self._make_part(run, batch, held, spool)
+                await self._patiently("store", self._store_threads, self.store.replace, key, part)
         await self._patiently("redis", self._redis_thread, self.ledger.mark_done, run.id, batch.number, counts)
         await self._in_thread(self._disk_threads, spool.delete)
 
-    async def _see_to_row(self, run: Run, batch: Batch, index: int, prompt: Prompt, held: Held, spool: Spool) -> None:
-        """One prompt to one row in the spool, made here or by whoever takes the offer."""
+    async def _make_part(self, run: Run, batch: Batch, held: Held, spool: Spool) -> bytes:
+        """All rows of the batch, those that the spool does not have made now. Raises Draining, ServerUnavailable."""
+        prompts = await self._patiently(
+            "disk", self._disk_threads, sets.read_prompts, self.settings.folder, run.set.fingerprint,
+            batch.first, batch.count,
+        )  # fmt: skip
+        while True:
+            there = await self._patiently("disk", self._disk_threads, spool.rows)
+            async with asyncio.TaskGroup() as rows:
+                tasks = [
+                    rows.create_task(self._see_to_row(run, batch, index, prompt, held, spool))
+                    for index, prompt in enumerate(prompts)
+                    if prompt.id not in there
+                ]
+            if not all(task.result() for task in tasks):
+                raise Draining(f"batch {batch}: some of its rows were not begun")
+            part = await self._patiently("disk", self._disk_threads, spool.part, [prompt.id for prompt in prompts])
+            if part is not None:
+                return part
+            log.warning("batch %s: somebody removed rows from the spool: made again", batch)
+
+    async def _see_to_row(self, run: Run, batch: Batch, index: int, prompt: Prompt, held: Held, spool: Spool) -> bool:
+        """One prompt to one row in the spool, made here or by whoever takes the offer; False: draining, not begun."""
         while True:
             try:
-                return await self._make_row(run, batch, prompt, spool)
+                await self._make_row(run, batch, prompt, spool)
+                return True
+            except Draining:
+                return False  # the batch's rows that are in flight may end all the same
             except Withdrawn:
                 offer, made = Offer(run.id, batch.number, index, held.claim), self._loop.create_future()
                 self._to_offer.append((held, offer, prompt.id, made))
                 try:
                     if await made:
-                        return
+                        return True
                 finally:
                     held.elsewhere.pop(offer, None)
 
@@ -286,11 +308,7 @@ class Worker:
 
     async def _deliver(self, delivery: Delivery) -> None:
         try:
-            try:
-                run, number = delivery.args
-            except ValueError as error:
-                log.warning("%s: dropped", error)
-                return
+            run, number = delivery.args
             if run in self.runs and number < self.runs[run].batches and (run, number) not in self.held:
                 await self.run_batch(self.runs[run], number)
         except LedgerUnavailable as error:
@@ -309,7 +327,12 @@ class Worker:
             self.slots.withdraw()
             await asyncio.sleep(0)  # lets them say what they are
             offered, self._to_offer = self._to_offer, []
-            await self._redis(self.ledger.offer, self.box, [offer for _, offer, _, _ in offered])
+            try:
+                await self._redis(self.ledger.offer, self.box, [offer for _, offer, _, _ in offered])
+            except LedgerUnavailable:
+                for *_, made in offered:
+                    _settle(made, False)  # then they are made here
+                raise
             for held, offer, prompt, made in offered:
                 held.elsewhere[offer] = prompt, made
         # The server's own small queue is for the steady state: here it would keep a prompt from another's free slot.
@@ -412,7 +435,9 @@ class Worker:
                 await self._redis(self.rq.beat)
             except LedgerUnavailable as error:
                 self._away("redis", error)
-            await asyncio.sleep(lease_seconds / 5)
+                await asyncio.sleep(0.2)  # the leases may have ended: be the first when Redis is back
+            else:
+                await asyncio.sleep(lease_seconds / 5)
 
     async def _publish(self) -> None:
         """Say how it stands, for `gend status`."""
@@ -525,26 +550,6 @@ class Worker:
     def _back(self, what: str) -> None:
         if what in self.outages:
             log.info("%s is back after %.0f s", what, time.time() - self.outages.pop(what)[0])
-
-
-def counts_of(part: bytes) -> dict[str, int]:
-    """Rows, tokens, and rows by verdict of a part: what is added to the run's counts when it is marked done."""
-    counts: Counter[str] = Counter()
-    for line in part.splitlines():
-        row = _decode_brief(line)
-        counts["rows"] += 1
-        counts[f"verdict:{row.verdict}"] += 1
-        for name, tokens in msgspec.structs.asdict(row.usage).items():
-            counts[name] += tokens
-    return dict(counts)
-
-
-class _Brief(msgspec.Struct):
-    verdict: str
-    usage: Usage
-
-
-_decode_brief = msgspec.json.Decoder(_Brief).decode
 
 
 def _tokens(usage: Usage) -> tuple[int, int, int]:
