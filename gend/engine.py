@@ -123,6 +123,18 @@ class Server:
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError, TypeError):
             return Load()  # a server that cannot be asked is judged by its replies alone
 
+    async def abort_all(self) -> None:
+        """Ask the server to end all requests at once; each comes back with what it has so far.
+
+        A server that cannot do that goes on with them.
+        """
+        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):  # gone: then they end by themselves
+            timeout = aiohttp.ClientTimeout(total=10)
+            async with self._session.post(
+                f"{self.url}/abort_request", json={"abort_all": True}, timeout=timeout
+            ) as answer:
+                await answer.read()
+
     async def _gone(self) -> bool:
         """Whether connections are refused for GONE_SECONDS; all requests that failed together share one probe."""
         if self._probing is None or self._probing.done():
