@@ -59,7 +59,7 @@ def test_cpu_server_answers_with_and_without_tools_and_ends_on_term_with_nothing
         except urllib.error.URLError:
             return False
 
-    wait_until(ready, "the model is loaded")
+    wait_until(ready, "the model is loaded", seconds=300)
     plain = chat(url, model="smollm2", messages=[{"role": "user", "content": "Say hello."}], max_tokens=8)
     assert plain["choices"][0]["message"]["content"].strip()
     assert 1 <= plain["usage"]["completion_tokens"] <= 8
@@ -107,7 +107,7 @@ def test_demo_interrupted_and_run_again_leaves_each_prompt_once_and_nothing_runn
         assert first.poll() is None, "\n".join(log.read_text() for log in folder.glob("*.log"))
         return any((folder / "work").glob("spool/*/*/*.rows"))
 
-    wait_until(first_row, "the first row is there")
+    wait_until(first_row, "the first row is there", seconds=300)
     first.send_signal(signal.SIGINT)
     assert first.wait() == 130, (folder / "first.log").read_text()
     assert processes.marked(marker, folder) == []
