@@ -476,8 +476,10 @@ def _template(path: str | None) -> str | None:
         return None
     try:
         return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"--template {path}: cannot be read: {error}") from error
+    except OSError as error:
+        raise SettingsError(f"--template {path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"--template {path}: not UTF-8: {error}") from error
 
 
 @contextlib.contextmanager
