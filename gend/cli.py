@@ -386,19 +386,23 @@ def cancel(context: Context, run: str) -> None:
 @click.pass_obj
 def drain(context: Context) -> None:
     """Ask the daemon to send nothing new, finish or give back what is held, and exit."""
+    from gend.processes import kept_by_systemd
+
     settings = context.settings
     with context.ledger(settings) as ledger:
         daemon = ledger.daemon()
     if daemon is None:
         raise SettingsError("no daemon is running here")
     try:
+        if kept_by_systemd(daemon["pid"]):
+            click.echo("gend.service: draining, then it stays down; watch it with `gend status`")
+            sys.stdout.flush()
+            os.execvp("systemctl", ["systemctl", "stop", "--no-block", "gend.service"])
         os.kill(daemon["pid"], signal.SIGTERM)
-    except ProcessLookupError:
+    except (FileNotFoundError, ProcessLookupError):
         raise SettingsError(f"the daemon (pid {daemon['pid']}) has just ended") from None
     except PermissionError:
-        raise SettingsError(
-            f"the daemon (pid {daemon['pid']}) belongs to another user: use sudo systemctl stop gend"
-        ) from None
+        raise SettingsError(f"the daemon (pid {daemon['pid']}) belongs to another user: stop it as that user") from None
     click.echo(f"daemon pid {daemon['pid']}: draining; watch it with `gend status`")
 
 

@@ -194,6 +194,15 @@ def box_name(folder: Path) -> str:
     return f"{os.uname().nodename}-{folder.stat().st_ino:x}"
 
 
+def kept_by_systemd(pid: int) -> bool:
+    """Whether a process runs in gend.service: it would be started again if it were merely asked to end.
+
+    Raises FileNotFoundError when there is no such process.
+    """
+    cgroups = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    return any(line.endswith("/gend.service") for line in cgroups)
+
+
 def die_with_parent(number: int = signal.SIGTERM) -> None:
     """Ask the kernel to send us a signal when our parent dies, however it dies. Linux only, like the product."""
     parent = os.getppid()
