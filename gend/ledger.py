@@ -14,7 +14,14 @@
 | gend:box:BOX:takers        | hash   | Offer as JSON -> the worker that took it                                    |
 | gend:daemon                | string | the supervisor's view as JSON, expires                                      |
 | gend:worker:NAME           | string | a worker's own view as JSON, expires                                        |
-| gend:history               | list   | samples of totals over time, newest first, bounded                          |
+| gend:loader                | string | what the loader finds to be away, as JSON, expires                          |
+| gend:history               | list   | samples of totals, newest first: the last hour, 10 s apart                  |
+| gend:history:long          | list   | the same for three days, a minute apart                                     |
+| gend:up                    | hash   | seconds that the daemon was up (`daemon`), and each run active (`run:ID`)   |
+| gend:last_part             | string | when a batch was last marked done: its part is in the store (unix seconds)  |
+| gend:events                | list   | what happened, newest first: Event as JSON, bounded                         |
+| gend:notices               | hash   | what people were told and still holds -> when (unix seconds)                |
+| gend:gpus, gend:page       | string | what the page's process says of the GPUs and of itself as JSON, expire      |
 | rq:*                       |        | RQ's own: one queue a run, `gend-ID`; jobs are hints which batches to try   |
 
 Batches are derived, so missing = all - done - leased, and no list of what is to be done is kept. A lease is the right,
@@ -40,7 +47,10 @@ State = Literal["active", "paused", "cancelled"]
 Priority = Literal["high", "normal", "low"]
 PRIORITIES: tuple[Priority, ...] = ("high", "normal", "low")
 
-HISTORY_SAMPLES = 20_000  # 10 s apart: two days and more, about 3 MB
+HISTORY_SAMPLES = 360  # 10 s apart: an hour
+LONG_HISTORY_SECONDS = 60.0
+LONG_HISTORY_SAMPLES = 3 * 24 * 60  # three days; with eight servers about 1 kB each, so 4.7 MB with the last hour
+EVENTS = 1000
 
 # Claim: the batch must be neither done nor leased. KEYS done, leases, owners; ARGV batch, claim, lease ms.
 _CLAIM = """
@@ -73,7 +83,7 @@ return 1
 """
 
 # Mark done: counts are added once, however often it is called, whoever said before that the part is there.
-# KEYS[4] counts, KEYS[5] counted; ARGV batch, then field, amount pairs.
+# KEYS[4] counts, KEYS[5] counted, KEYS[6] last part; ARGV batch, then field, amount pairs.
 _MARK_DONE = """
 local new = redis.call('SADD', KEYS[1], ARGV[1])
 redis.call('ZREM', KEYS[2], ARGV[1])
@@ -81,6 +91,7 @@ redis.call('HDEL', KEYS[3], ARGV[1])
 if redis.call('SADD', KEYS[5], ARGV[1]) == 1 then
   for i = 2, #ARGV, 2 do redis.call('HINCRBY', KEYS[4], ARGV[i], ARGV[i + 1]) end
 end
+if new == 1 then redis.call('SET', KEYS[6], redis.call('TIME')[1]) end
 return new
 """
 
@@ -116,6 +127,15 @@ class Control(msgspec.Struct, frozen=True, kw_only=True):
     state: State = "active"
     priority: Priority = "normal"
     reason: str = ""
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened. `kind` is what it happened to: daemon, server, worker, run, store, redis, disk."""
+
+    at: float
+    kind: str
+    text: str
+    bad: bool = False
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,6 +254,8 @@ class Ledger:
     def set_control(self, run: str, control: Control) -> None:
         with _redis_errors():
             self.redis.hset("gend:control", run, msgspec.json.encode(control))
+        why = f": {control.reason}" if control.reason else ""
+        self.event("run", f"{run} is {control.state}, priority {control.priority}{why}", bad=control.state == "paused")
 
     def progress(self) -> list[Progress]:
         """Every run with how far it is, oldest first; one round trip a run."""
@@ -282,7 +304,7 @@ class Ledger:
         """Say that the part of this batch is in the store; its counts add up once. False when it was marked before."""
         pairs: list[str | int] = list(itertools.chain.from_iterable(counts.items()))
         with _redis_errors():
-            return bool(self._mark_done(keys=_keys(run), args=[batch, *pairs]))
+            return bool(self._mark_done(keys=[*_keys(run), "gend:last_part"], args=[batch, *pairs]))
 
     def add_done(self, run: str, batches: set[int]) -> None:
         """Say of `batches` that a listing of the store has shown their parts; what is in them is not counted yet."""
@@ -452,6 +474,12 @@ class Ledger:
             raw = self.redis.get("gend:daemon")
         return msgspec.json.decode(cast(str, raw)) if raw else None
 
+    def loader(self) -> dict[str, Any]:
+        """The loader's last view: outages, if it has met any."""
+        with _redis_errors():
+            raw = self.redis.get("gend:loader")
+        return msgspec.json.decode(cast(str, raw)) if raw else {"outages": {}}
+
     def workers(self) -> list[dict[str, Any]]:
         """The last views of all live workers."""
         with _redis_errors():
@@ -459,19 +487,86 @@ class Ledger:
             raw = cast(list[str | None], self.redis.mget(keys)) if keys else []
         return [msgspec.json.decode(value) for value in raw if value]
 
-    def sample(self, sample: Mapping[str, Any]) -> None:
-        """Add one sample of totals to the history."""
+    def view(self, key: str) -> dict[str, Any] | None:
+        """What was published under `key`, or None when it has expired."""
         with _redis_errors():
+            raw = self.redis.get(key)
+        return msgspec.json.decode(cast(str, raw)) if raw else None
+
+    # -- what happened -------------------------------------------------------------------------------------------
+
+    def sample(self, sample: Mapping[str, Any], up_seconds: float) -> None:
+        """Add one sample of totals to the history, and the time since the last one to how long the daemon was up.
+
+        `sample` has "at" (unix seconds), "runs" (the active ones) and "servers".
+        """
+        line = msgspec.json.encode(sample)
+        with _redis_errors():
+            newest = cast(str | None, self.redis.lindex("gend:history:long", 0))
             pipe = self.redis.pipeline(transaction=True)
-            pipe.lpush("gend:history", msgspec.json.encode(sample))
+            pipe.lpush("gend:history", line)
             pipe.ltrim("gend:history", 0, HISTORY_SAMPLES - 1)
+            if newest is None or sample["at"] - msgspec.json.decode(newest)["at"] > LONG_HISTORY_SECONDS - 5:
+                pipe.lpush("gend:history:long", line)
+                pipe.ltrim("gend:history:long", 0, LONG_HISTORY_SAMPLES - 1)
+            for name in ("daemon", *(f"run:{run}" for run in sample["runs"])):
+                pipe.hincrbyfloat("gend:up", name, round(up_seconds, 3))
             pipe.execute()
 
     def history(self, samples: int) -> list[dict[str, Any]]:
-        """The last `samples` samples, newest first."""
+        """The last `samples` samples, 10 s apart, newest first; at most the last hour."""
         with _redis_errors():
             raw = cast(list[str], self.redis.lrange("gend:history", 0, samples - 1))
         return [msgspec.json.decode(value) for value in raw]
+
+    def long_history(self) -> list[dict[str, Any]]:
+        """The last three days, newest first: samples a minute apart, the last hour 10 s apart."""
+        recent = self.history(HISTORY_SAMPLES)
+        with _redis_errors():
+            raw = cast(list[str], self.redis.lrange("gend:history:long", 0, -1))
+        oldest = recent[-1]["at"] if recent else float("inf")
+        return [*recent, *(sample for sample in map(msgspec.json.decode, raw) if sample["at"] < oldest)]
+
+    def up_seconds(self) -> dict[str, float]:
+        """How long the daemon was up, `daemon`, and each run active meanwhile, `run:ID`."""
+        with _redis_errors():
+            raw = cast(dict[str, str], self.redis.hgetall("gend:up"))
+        return {name: float(seconds) for name, seconds in raw.items()}
+
+    def last_part(self) -> float | None:
+        """When a batch was last marked done (unix seconds, Redis' own clock); None before the first."""
+        with _redis_errors():
+            raw = self.redis.get("gend:last_part")
+        return float(cast(str, raw)) if raw else None
+
+    def event(self, kind: str, text: str, bad: bool = False, at: float | None = None) -> None:
+        """Note that something happened, now or `at` (unix seconds)."""
+        event = Event(at=round(at or time.time(), 1), kind=kind, text=text[:500], bad=bad)
+        with _redis_errors():
+            pipe = self.redis.pipeline(transaction=True)
+            pipe.lpush("gend:events", msgspec.json.encode(event))
+            pipe.ltrim("gend:events", 0, EVENTS - 1)
+            pipe.execute()
+
+    def events(self, most: int) -> list[Event]:
+        """The last events, newest first."""
+        with _redis_errors():
+            raw = cast(list[str], self.redis.lrange("gend:events", 0, most - 1))
+        return [msgspec.json.decode(value, type=Event) for value in raw]
+
+    def told(self) -> dict[str, float]:
+        """What people were told and still holds -> when."""
+        with _redis_errors():
+            raw = cast(dict[str, str], self.redis.hgetall("gend:notices"))
+        return {name: float(at) for name, at in raw.items()}
+
+    def set_told(self, told: Mapping[str, float], gone: Iterable[str] = ()) -> None:
+        """Remember what people were told; `gone` holds no longer."""
+        with _redis_errors():
+            if told:
+                self.redis.hset("gend:notices", mapping=dict(told))
+            if names := list(gone):
+                self.redis.hdel("gend:notices", *names)
 
 
 JOB_FUNCTION = "gend.worker.run_batch"

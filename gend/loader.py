@@ -32,8 +32,9 @@ from gend.config import Settings
 from gend.errors import LedgerUnavailable, NotSound, SettingsError, StoreUnavailable, Unavailable
 from gend.ledger import Control, Ledger, Priority
 from gend.prompts import ReadOptions, Rejection, read_prompts
-from gend.records import PromptSet, Run, Sampling, run_id, run_identity
+from gend.records import PromptSet, Run, Sampling, counts_of, part_key, run_id, run_identity
 from gend.runs import listed_parts, stored_run
+from gend.spool import remove, spooled
 from gend.store import Store
 
 log = logging.getLogger("gend.loader")
@@ -95,8 +96,10 @@ def register(
     """Make a run of a prompt set and enqueue what is missing. Raises StoreUnavailable, LedgerUnavailable."""
     identity = run_identity(prompt_set.fingerprint, settings.model.path, sampling)
     known = next((run for run in ledger.runs().values() if run.id.endswith(f"-{identity}")), None)
+    # The store knows it even where Redis was emptied: under a second name all its rows would be made twice.
+    there = None if known else next((run for run in store.folders("runs/") if run.endswith(f"-{identity}")), None)
     run = known or Run(
-        id=run_id(name, identity),
+        id=there or run_id(name, identity),
         name=name,
         set=prompt_set,
         model=settings.model.path,
@@ -160,7 +163,11 @@ def fetch_set(folder: Path, store: Store, prompt_set: PromptSet) -> None:
             piece = store.get(f"sets/{prompt_set.fingerprint}/prompts-{number:05d}.jsonl.zst")
             if piece is None:
                 break
-            for line in zstandard.ZstdDecompressor().decompress(piece).splitlines(keepends=True):
+            try:
+                lines = zstandard.ZstdDecompressor().decompress(piece).splitlines(keepends=True)
+            except zstandard.ZstdError as error:
+                raise NotSound(f"prompt set {prompt_set.fingerprint[:12]} in the store is damaged: {error}") from error
+            for line in lines:
                 writer.accept(line)
         for line in (store.get(f"sets/{prompt_set.fingerprint}/rejects.jsonl") or b"").splitlines(keepends=True):
             writer.reject(line)
@@ -181,6 +188,16 @@ def parts_in_store(store: Store, run: Run) -> set[int]:
     return {number for number, size in parts.items() if size}
 
 
+def stored_control(store: Store, run: Run) -> Control:
+    """What people decided about a run, as the store has it; the default where it has nothing that can be read."""
+    raw = store.get(f"runs/{run.id}/control.json")
+    try:
+        return msgspec.json.decode(raw, type=Control) if raw else Control()
+    except msgspec.DecodeError as error:
+        log.warning("run %s: its control.json in the store cannot be read (%s): taken as active", run.id, error)
+        return Control()
+
+
 def reconcile(ledger: Ledger, store: Store) -> None:
     """Make the ledger agree with the store: every run there, and exactly the batches done that have a part."""
     for name in store.folders("runs/"):
@@ -189,8 +206,7 @@ def reconcile(ledger: Ledger, store: Store) -> None:
         except NotSound as error:
             log.warning("%s; left alone", error)
             continue
-        raw = store.get(f"runs/{run.id}/control.json")
-        ledger.add_run(run, msgspec.json.decode(raw, type=Control) if raw else Control())
+        ledger.add_run(run, stored_control(store, run))
         before = ledger.done(run.id)
         parts = parts_in_store(store, run)
         if stale := before - parts:
@@ -208,19 +224,28 @@ def reconcile(ledger: Ledger, store: Store) -> None:
 def keep_supplied(settings: Settings, ledger: Ledger, store: Store, stopped: Callable[[float], bool]) -> None:
     """Until `stopped(seconds)`, which waits that long and says whether to end, keep the workers supplied."""
     agreed = False
-    sampled = 0.0
+    sampled = away_since = 0.0
     while True:
         try:
             if not agreed or not ledger.rebuilt():
                 reconcile(ledger, store)
                 agreed = True
             supply(settings, ledger, store)
+            count_found_parts(ledger, store)
             if time.monotonic() - sampled > SAMPLE_SECONDS:
                 sampled = time.monotonic()
                 ledger.sample(sample(ledger))
+                clear_spool(settings.folder, ledger)
+            if away_since:
+                ledger.publish("gend:loader", {"outages": {}}, 10.0)
+                away_since = 0.0
         except (StoreUnavailable, LedgerUnavailable, SettingsError) as error:
             log.warning("%s; trying again", error)
+            away_since = away_since or time.time()
             with contextlib.suppress(LedgerUnavailable):
+                if not isinstance(error, LedgerUnavailable):
+                    outage = {"since": away_since, "why": str(error)}
+                    ledger.publish("gend:loader", {"outages": {"store": outage}}, 60.0)
                 if ledger.rebuilt():  # an agreed ledger is good enough to work from while the store is away
                     supply(settings, ledger, store)
             if stopped(2.0):
@@ -242,6 +267,29 @@ def supply(settings: Settings, ledger: Ledger, store: Store) -> None:
             log.warning("run %s waits: %s", run.id, error)
             continue
         ledger.stock(run, JOBS_AHEAD)
+
+
+def count_found_parts(ledger: Ledger, store: Store, seconds: float = 0.5) -> None:
+    """Count the rows of parts that a listing has found, for at most so long; what is no part is made again."""
+    deadline = time.monotonic() + seconds
+    for run in ledger.runs().values():
+        for number in ledger.uncounted(run.id, 100):
+            part = store.get(part_key(run.id, number))
+            counts = counts_of(part, run.batch(number)) if part is not None else None
+            if counts is not None:
+                ledger.mark_done(run.id, number, counts)
+            else:
+                log.warning("run %s: %s in the store is not its part: made again", run.id, part_key(run.id, number))
+                ledger.forget_done(run.id, {number})
+            if time.monotonic() > deadline:
+                return
+
+
+def clear_spool(folder: Path, ledger: Ledger) -> None:
+    """Remove rows of batches that are done: a worker that was killed after the mark has left them."""
+    for run, numbers in spooled(folder).items():
+        for number in numbers & ledger.done(run):
+            remove(folder, run, number)
 
 
 def sample(ledger: Ledger) -> dict[str, Any]:

@@ -35,6 +35,20 @@ def batch_folder(folder: Path, run: str, number: int) -> Path:
     return folder / "spool" / run / f"{number:08d}"
 
 
+def spooled(folder: Path) -> dict[str, set[int]]:
+    """The batches of which rows lie here, by run."""
+    found: dict[str, set[int]] = {}
+    for home in (folder / "spool").glob("*/*"):
+        if home.name.isdecimal():
+            found.setdefault(home.parent.name, set()).add(int(home.name))
+    return found
+
+
+def remove(folder: Path, run: str, number: int) -> None:
+    """Remove all rows of a batch."""
+    shutil.rmtree(batch_folder(folder, run, number), ignore_errors=True)
+
+
 class Spool:
     """The rows of one batch under one claim. Methods raise DiskUnavailable when the disk refuses."""
 

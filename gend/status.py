@@ -77,8 +77,8 @@ def read_status(ledger: Ledger, settings: Settings) -> Status:
     rows_rate = sum(server.rows_per_second for server in servers)
     left = sum(run.prompts - run.rows_done for run in runs if run.state == "active")
     outages = {}
-    for worker in workers.values():
-        for what, outage in worker["outages"].items():
+    for view in (ledger.loader(), *workers.values()):
+        for what, outage in view["outages"].items():
             outages[what] = f"since {time.strftime('%H:%M:%S', time.localtime(outage['since']))}: {outage['why']}"
     return Status(
         at=now,
