@@ -19,7 +19,7 @@ from gend.errors import GendError, SettingsError
 
 if TYPE_CHECKING:
     from gend.ledger import Ledger
-    from gend.records import Run
+    from gend.records import Prompt, Run
     from gend.store import Store
 
 # Flows are imported where they are used: `gend status` over SSH shall not wait for boto3, aiohttp or pyarrow.
@@ -43,6 +43,16 @@ class Context:
         if shared_with_group(settings.folder):  # what we write there, other members must be able to write too
             os.umask(os.umask(0o077) & ~0o070)
         return settings
+
+    @property
+    def optional_settings(self) -> Settings | None:
+        """The settings, or None where there is no config file and nobody asked for one."""
+        if not self._config and not os.environ.get("GEND_CONFIG"):
+            try:
+                find_config(None)
+            except SettingsError:
+                return None
+        return self.settings
 
     @contextlib.contextmanager
     def redis_url(self, settings: Settings) -> Iterator[str]:
@@ -340,6 +350,246 @@ def demo(folder: Path) -> None:
     from gend.demo import demo as run_demo
 
     run_demo(folder)
+
+
+@main.command()
+@click.option("--generate", is_flag=True, help="Also ask each running server for one real thinking reply.")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.pass_obj
+def doctor(context: Context, generate: bool, as_json: bool) -> None:
+    """Is this box fit, before the meter runs: GPUs, software, model, disk, limits, ports, Redis, store.
+
+    Starts no server and changes nothing that stays. Exit 1 if anything fails. About 10 s; with --generate minutes.
+    """
+    from gend.doctor import examine, lines
+
+    findings = examine(context.settings, generate)
+    failed = sum(finding.state == "fail" for finding in findings)
+    if as_json:
+        click.echo(msgspec.json.encode({"fit": not failed, "findings": findings}).decode())
+    else:
+        colours = {"ok": "green", "warning": "yellow", "fail": "red", "skipped": "bright_black"}
+        for state, line in lines(findings):
+            click.secho(line, fg=colours[state] if sys.stdout.isatty() else None)
+        warned = sum(finding.state == "warning" for finding in findings)
+        click.echo(f"NOT FIT: {failed} of {len(findings)} fail" if failed else f"fit, with {warned} warnings")
+    sys.exit(1 if failed else 0)
+
+
+def _workload_options(command: Any) -> Any:
+    """What plan and tune both want to know."""
+    for option in (
+        click.option("--radix/--no-radix", default=None, help="Force the radix cache on or off."),
+        click.option("--mtp/--no-mtp", default=None, help="Force speculative decoding with the model's own head."),
+        click.option("--reply-tokens", type=click.FloatRange(min=1), default=2500.0, show_default=True),
+        click.option("--prompt-tokens", type=click.FloatRange(min=1), help="Mean length of a prompt."),
+        click.option("--card", help="H200, B200, ...; else the one in this box."),
+    ):
+        command = option(command)
+    return command
+
+
+@main.command()
+@click.option("--model", metavar="MODEL", help="A folder with a config.json, or a known name; else the config's.")
+@_workload_options
+@click.option("--gpus", type=click.IntRange(min=1), help="GPUs of the box; else those of this one, or 8.")
+@click.option("--gpus-per-server", type=click.IntRange(min=1), help="Else as few as fit.")
+@click.option("--rows", type=click.IntRange(min=1), default=1_000_000, show_default=True)
+@click.option("--run", metavar="RUN", help="Take rows and prompt lengths from this run.")
+@click.option("--offers", multiple=True, metavar="8xB200@44", help="Boxes to compare, with $/h; else all known cards.")
+@click.option("--dollars-per-hour", type=click.FloatRange(min=0), help="Of the whole box.")
+@click.option("--tokens-per-second", type=click.FloatRange(min=0), default=0.0, help="As measured; else estimated.")
+@click.option("--write", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
+              help="Put the flags into this config.toml.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.pass_obj
+def plan(
+    context: Context,
+    model: str | None,
+    card: str | None,
+    prompt_tokens: float | None,
+    reply_tokens: float,
+    mtp: bool | None,
+    radix: bool | None,
+    gpus: int | None,
+    gpus_per_server: int | None,
+    rows: int,
+    run: str | None,
+    offers: tuple[str, ...],
+    dollars_per_hour: float | None,
+    tokens_per_second: float,
+    write: Path | None,
+    as_json: bool,
+) -> None:
+    """Flags, concurrency, time and cost of a model on a box: by arithmetic, in a second, without a GPU.
+
+    The flags that are in the config are judged beside the suggested ones.
+    """
+    from rich.console import Console
+
+    from gend.plan import Workload, render, write_config
+    from gend.plan import plan as make_plan
+
+    settings = context.optional_settings
+    model = model or (settings.model.path if settings else None)
+    if model is None:
+        raise SettingsError("which model? give --model, or a config.toml with model.path")
+    kind, count = _cards(card, settings)
+    if run is not None:
+        if settings is None:
+            raise SettingsError("--run needs a config.toml that names the store")
+        found = _find_run(context.store(settings), run)
+        # JSON and what people write come to about four bytes a token.
+        rows, prompt_tokens = found.set.accepted, prompt_tokens or found.set.bytes / found.set.accepted / 4
+    made = make_plan(
+        model=model,
+        card=kind,
+        workload=Workload(
+            rows=rows,
+            prompt_tokens=prompt_tokens or 200.0,
+            reply_tokens=reply_tokens,
+            max_tokens=settings.sampling.max_tokens if settings else 0,
+        ),
+        gpus=gpus or count,
+        gpus_per_server=gpus_per_server or 0,
+        flags=settings.servers.flags if settings else None,
+        flags_gpus_per_server=settings.servers.gpus_per_server if settings else 1,
+        in_flight=settings.work.in_flight if settings else 0,
+        mtp=mtp,
+        radix=radix,
+        offers=[offer for text in offers for offer in text.split(",")],
+        # What the config says a box costs is this box, not one of another card.
+        dollars_per_hour=dollars_per_hour or (settings.cost.dollars_per_hour if settings and not card else 0.0),
+        tokens_per_second=tokens_per_second,
+    )
+    if as_json:
+        click.echo(msgspec.json.encode(made).decode())
+    else:
+        console = Console()
+        Console(width=None if console.is_terminal else 200).print(render(made))
+    if write:
+        write_config(write, made.suggested.flags, made.suggested.gpus_per_server)
+        click.echo(f"{write} has these flags now; gend tune proves them on the box", err=True)
+
+
+@main.command()
+@click.argument("prompts", metavar="PROMPTS")
+@_workload_options
+@click.option("--minutes", type=click.FloatRange(min=0.1), default=30.0, show_default=True, help="For everything.")
+@click.option("--ramp-seconds", type=click.FloatRange(min=0), default=120.0, show_default=True, help="At most.")
+@click.option("--window-seconds", type=click.FloatRange(min=0.1), default=60.0, show_default=True)
+@click.option("--limit", type=click.IntRange(min=1), default=2000, show_default=True, help="Prompts to take.")
+@click.option("--set", "changes", multiple=True, metavar="KEY=VALUE", help="Sampling, e.g. --set max_tokens=1024.")
+@click.option("--write/--no-write", default=True, show_default=True, help="Put the winner into the config.")
+@click.option("--json", "as_json", is_flag=True, help="Print the trials as JSON at the end.")
+@click.pass_obj
+def tune(
+    context: Context,
+    prompts: str,
+    card: str | None,
+    prompt_tokens: float | None,
+    reply_tokens: float,
+    mtp: bool | None,
+    radix: bool | None,
+    minutes: float,
+    ramp_seconds: float,
+    window_seconds: float,
+    limit: int,
+    changes: tuple[str, ...],
+    write: bool,
+    as_json: bool,
+) -> None:
+    """Find the flags with the most tokens/s on this box, with real servers and real prompts. The daemon must be down.
+
+    PROMPTS is a prompt file, or a run. The config's own flags are measured first, then the plan's, then neighbours of
+    the best, on all GPUs at once. Ctrl-C keeps what was found so far.
+    """
+    import asyncio
+
+    from gend.config import sampling_from
+    from gend.plan import Forecast, Workload, plain_names, write_config
+    from gend.server_command import seats, visible_gpus
+    from gend.supervisor import only_daemon
+    from gend.tune import HEAD, Candidate, Pace, row
+    from gend.tune import tune as try_flags
+
+    settings = context.settings
+    sampling = sampling_from(settings.sampling, list(changes))
+    sample = _sample(context, settings, prompts, limit)
+    places = seats(settings, visible_gpus())
+    own, size = plain_names(settings.servers.flags), settings.servers.gpus_per_server
+    letters = sum(len(str(message.get("content"))) for prompt in sample for message in prompt.messages)
+    workload = Workload(
+        rows=1_000_000,
+        prompt_tokens=prompt_tokens or letters / len(sample) / 4,
+        reply_tokens=min(reply_tokens, sampling.max_tokens),
+        reply_spread=0.0 if reply_tokens >= sampling.max_tokens else 0.8,
+        max_tokens=sampling.max_tokens,
+    )
+
+    def show(line: str) -> None:
+        click.echo(line, err=as_json)
+
+    starts, others = [Candidate(name="config", flags=own)], []
+    predict: Any = lambda flags: 0.0  # noqa: E731
+    try:
+        forecast = Forecast(settings.model.path, _cards(card, settings)[0], workload, size)
+        predict = forecast.rate
+        made = [Candidate(name=n, flags=f, promise=predict(f)) for n, f in forecast.layouts(own, mtp, radix)]
+        starts = [Candidate(name="config", flags=own, promise=predict(own)), made[0]]
+        others = made[1:]
+    except SettingsError as error:
+        show(f"no plan, so only the config's flags and their neighbours: {error}")
+    show(HEAD)
+    with only_daemon(settings.folder):
+        pace = Pace(minutes=minutes, ramp_seconds=ramp_seconds, window_seconds=window_seconds)
+        done = asyncio.run(try_flags(settings, places, sample, sampling, starts, others, predict, pace, show))
+    if as_json:
+        click.echo(msgspec.json.encode(done).decode())
+    if done.stopped:
+        show(f"ended before everything was tried: {done.stopped}")
+    if done.best is None:
+        raise SettingsError("no candidate made a token; each line above says why")
+    show(f"best: {row(done.best)}")
+    show(f"{done.best.tokens_per_second * len(places):,.0f} tokens/s with {len(places)} servers")
+    if done.best.flags == own:
+        show("these are the config's own flags: nothing to write")
+    elif write:
+        write_config(context.path, done.best.flags, size)
+        show(f"{context.path} has these flags now; next: gend up")
+
+
+def _cards(card: str | None, settings: Settings | None) -> tuple[str, int]:
+    """The kind of card, and how many: as asked for, or what is in this box. Raises SettingsError."""
+    from gend.gpus import read_driver
+
+    listed = settings.servers.gpus if settings and isinstance(settings.servers.gpus, list) else []
+    if card:
+        return card, len(listed) or 8  # nobody rents six
+    driver = read_driver()
+    if driver is None or not driver.gpus:
+        raise SettingsError("no GPU here to plan for; say which with --card B200, and --gpus 8")
+    return driver.gpus[0].name, len(listed) or len(driver.gpus)
+
+
+def _sample(context: Context, settings: Settings, source: str, limit: int) -> list["Prompt"]:
+    """The first prompts of a file, or of a run."""
+    from gend import sets
+    from gend.loader import fetch_set
+    from gend.prompts import ReadOptions, Rejection, read_prompts
+    from gend.records import Prompt
+
+    if Path(source).exists():
+        read = read_prompts([source], ReadOptions(limit=limit), None)
+        found = [msgspec.json.decode(line, type=Prompt) for line in read if not isinstance(line, Rejection)]
+    else:
+        store = context.store(settings)
+        run = _find_run(store, source)
+        fetch_set(settings.folder, store, run.set)
+        found = sets.read_prompts(settings.folder, run.set.fingerprint, 0, min(limit, run.set.accepted))
+    if not found:
+        raise SettingsError(f"{source}: no prompt was accepted")
+    return found
 
 
 def _decide(context: Context, run: str, **changes: Any) -> None:
