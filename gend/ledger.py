@@ -468,6 +468,11 @@ class Ledger:
         with _redis_errors():
             self.redis.set(key, msgspec.json.encode(view), px=round(expires_seconds * 1000))
 
+    def unpublish(self, key: str) -> None:
+        """Take a view back: its process ends in an orderly way."""
+        with _redis_errors():
+            self.redis.delete(key)
+
     def daemon(self) -> dict[str, Any] | None:
         """The supervisor's last view, or None where none is alive."""
         with _redis_errors():

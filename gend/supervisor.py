@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ class Supervisor:
         self.seats = {f"server-{seat.number}": seat for seat in places}
         self.rules = Rules()
         self.ledger = Ledger(redis_url, patience_seconds=2.0)
+        self._ledger_thread = ThreadPoolExecutor(1)  # one alone: what was said last is what stands
         self.news = asyncio.Event()  # something was found out: look before the next tick
         self.notifier = Notifier()
         self.draining = False
@@ -99,6 +101,8 @@ class Supervisor:
             for process in self.running.values():
                 process.kill()
                 process.forget()
+            with contextlib.suppress(LedgerUnavailable):  # then it expires by itself
+                await loop.run_in_executor(self._ledger_thread, self.ledger.unpublish, "gend:daemon")
 
     def _asked_to_stop(self, name: str) -> None:
         log.info("%s: draining; rows in flight have %.0f s to end", name, self.settings.work.drain_seconds)
@@ -259,7 +263,7 @@ class Supervisor:
         """Once a second: what `gend status` shows of the daemon, and whether everything is finished."""
         while True:
             try:
-                await asyncio.to_thread(self._publish_once)
+                await asyncio.get_running_loop().run_in_executor(self._ledger_thread, self._publish_once)
                 self.outage = ""
             except LedgerUnavailable as error:
                 if not self.outage:

@@ -492,7 +492,7 @@ class Worker:
                 task.cancel()
         with contextlib.suppress(LedgerUnavailable):
             await self._redis(self.rq.close)
-            await self._redis(self.ledger.redis.delete, f"gend:worker:{self.name}")
+            await self._redis(self.ledger.unpublish, f"gend:worker:{self.name}")
         return SERVER_GONE if self.server_gone else 1 if self.broken else 0
 
     async def _listen(self) -> None:
