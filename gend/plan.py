@@ -5,6 +5,7 @@ within 0.1 % with what its servers reported. Speed is a roofline whose efficienc
 constant below says where. All GiB are 2**30 bytes (SGLang's log writes them "GB").
 """
 
+import contextlib
 import itertools
 import math
 import os
@@ -246,7 +247,7 @@ def plan(
     Raises SettingsError for an unknown model or card, DoesNotFit where the model does not fit on the box.
     """
     shape, kind = shape_of(model), find_card(card)
-    flags = flags if flags is None else {_plain(name): value for name, value in flags.items()}
+    flags = flags if flags is None else plain_names(flags)
     kept = {name: value for name, value in (flags or {}).items() if name not in PLANNED}
     choice = Choice(mtp=mtp, radix=radix, kept=kept)
     chosen = suggest(shape, kind, workload, choice, gpus=gpus, gpus_per_server=gpus_per_server)
@@ -374,6 +375,45 @@ def suggest(
     if best is None:
         raise refused
     return best
+
+
+class Forecast:
+    """What the plan says of one server of this model, for `gend tune`: where to begin, and what to expect."""
+
+    def __init__(self, model: str, card: str, workload: Workload, gpus_per_server: int):
+        """Raises SettingsError for an unknown model or card."""
+        self._shape, self._card = shape_of(model), find_card(card)
+        self._workload, self._gpus = workload, gpus_per_server
+
+    def rate(self, flags: Flags) -> float:
+        """Tokens/s of a server with these flags; 0 where nothing would run."""
+        try:
+            return estimate(
+                self._shape, self._card, self._workload, flags, gpus=self._gpus, gpus_per_server=self._gpus
+            ).tokens_per_second
+        except DoesNotFit:
+            return 0.0
+
+    def layouts(self, flags: Flags, mtp: bool | None, radix: bool | None) -> list[tuple[str, dict[str, Flag]]]:
+        """Balanced flags, each with a name: the plan's own first, then those with MTP or radix cache the other way.
+
+        `flags` are the config's, of which those stay that are no plan's business. Raises DoesNotFit.
+        """
+        kept = {name: value for name, value in flags.items() if name not in PLANNED}
+        mtps = [False, True] if mtp is None and self._shape.mtp_layers else [bool(mtp)]
+        radixes = [radix] if radix is not None else [False, True]
+        found = {"plan": self._suggest(Choice(mtp=mtp, radix=radix, kept=kept))}
+        for with_mtp, with_radix in itertools.product(mtps, radixes):
+            name = f"{'MTP' if with_mtp else 'no MTP'}, radix cache {'on' if with_radix else 'off'}"
+            with contextlib.suppress(DoesNotFit):
+                other = self._suggest(Choice(mtp=with_mtp, radix=with_radix, kept=kept))
+                if other not in found.values():
+                    found[name] = other
+        return list(found.items())
+
+    def _suggest(self, choice: Choice) -> dict[str, Flag]:
+        size = self._gpus
+        return suggest(self._shape, self._card, self._workload, choice, gpus=size, gpus_per_server=size).flags
 
 
 def _sizes(shape: Shape, gpus: int, only: bool = False) -> list[int]:
@@ -559,6 +599,11 @@ def _kv_element_bytes(flags: Flags) -> int:
 
 def _state_dtype(flags: Flags) -> str:
     return str(flags.get("mamba-ssm-dtype") or "")
+
+
+def plain_names(flags: Flags) -> dict[str, Flag]:
+    """Flags under the names that SGLang gives them: config.toml takes other spellings too."""
+    return {_plain(name): value for name, value in flags.items()}
 
 
 def _plain(name: str) -> str:
