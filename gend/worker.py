@@ -146,36 +146,40 @@ class Worker:
             part = await self._patiently("store", self._store_threads, self.store.get, key)
             if part is None:
                 part = await self._make_part(run, batch, held, spool)
-                if not await self._patiently("store", self._store_threads, self.store.put, key, part):
-                    continue  # somebody was faster: look at what is there
-            counts = await self._in_thread(self._disk_threads, counts_of, part, batch)
-            if counts is None:
-                log.warning("batch %s: %s in the store is not its part: replaced", batch, key)
+                if part is None or not await self._patiently("store", self._store_threads, self.store.put, key, part):
+                    continue  # somebody was faster, and may have cleared the spool: look at what is there
+            elif await self._counts(part, batch) is None:
+                log.warning("batch %s: %s in the store is not its part: made anew and replaced", batch, key)
                 part = await self._make_part(run, batch, held, spool)
+                if part is None:
+                    continue
                 await self._patiently("store", self._store_threads, self.store.replace, key, part)
+            counts = await self._counts(part, batch)
         await self._patiently("redis", self._redis_thread, self.ledger.mark_done, run.id, batch.number, counts)
         await self._in_thread(self._disk_threads, spool.delete)
 
-    async def _make_part(self, run: Run, batch: Batch, held: Held, spool: Spool) -> bytes:
-        """All rows of the batch, those that the spool does not have made now. Raises Draining, ServerUnavailable."""
+    async def _counts(self, part: bytes, batch: Batch) -> dict[str, int] | None:
+        return await self._in_thread(self._disk_threads, counts_of, part, batch)
+
+    async def _make_part(self, run: Run, batch: Batch, held: Held, spool: Spool) -> bytes | None:
+        """All rows of the batch, those that the spool does not have made now; None where rows were removed meanwhile.
+
+        Raises Draining, ServerUnavailable.
+        """
         prompts = await self._patiently(
             "disk", self._disk_threads, sets.read_prompts, self.settings.folder, run.set.fingerprint,
             batch.first, batch.count,
         )  # fmt: skip
-        while True:
-            there = await self._patiently("disk", self._disk_threads, spool.rows)
-            async with asyncio.TaskGroup() as rows:
-                tasks = [
-                    rows.create_task(self._see_to_row(run, batch, index, prompt, held, spool))
-                    for index, prompt in enumerate(prompts)
-                    if prompt.id not in there
-                ]
-            if not all(task.result() for task in tasks):
-                raise Draining(f"batch {batch}: some of its rows were not begun")
-            part = await self._patiently("disk", self._disk_threads, spool.part, [prompt.id for prompt in prompts])
-            if part is not None:
-                return part
-            log.warning("batch %s: somebody removed rows from the spool: made again", batch)
+        there = await self._patiently("disk", self._disk_threads, spool.rows)
+        async with asyncio.TaskGroup() as rows:
+            tasks = [
+                rows.create_task(self._see_to_row(run, batch, index, prompt, held, spool))
+                for index, prompt in enumerate(prompts)
+                if prompt.id not in there
+            ]
+        if not all(task.result() for task in tasks):
+            raise Draining(f"batch {batch}: some of its rows were not begun")
+        return await self._patiently("disk", self._disk_threads, spool.part, [prompt.id for prompt in prompts])
 
     async def _see_to_row(self, run: Run, batch: Batch, index: int, prompt: Prompt, held: Held, spool: Spool) -> bool:
         """One prompt to one row in the spool, made here or by whoever takes the offer; False: draining, not begun."""
