@@ -69,6 +69,15 @@ class Cost(_Section, frozen=True):
     dollars_per_hour: Annotated[float, msgspec.Meta(ge=0)] = 44.0
 
 
+class Page(_Section, frozen=True):
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8790
+
+
+class Notices(_Section, frozen=True):
+    webhook: str = ""
+    command: list[str] = []
+
+
 class Settings(_Section, frozen=True):
     model: Model = Model()
     servers: Servers = Servers()
@@ -77,6 +86,8 @@ class Settings(_Section, frozen=True):
     work: Work = Work()
     sampling: Sampling = Sampling()
     cost: Cost = Cost()
+    page: Page = Page()
+    notices: Notices = Notices()
 
     @property
     def folder(self) -> Path:
@@ -131,6 +142,8 @@ def settings_from(raw: dict[str, Any], where: str) -> Settings:
         raise SettingsError(f"{where}: store.url: s3://bucket/prefix or file:///folder, got {settings.store.url!r}")
     if settings.store.endpoint and not settings.store.endpoint.startswith(("http://", "https://")):
         raise SettingsError(f"{where}: store.endpoint: https://host:port, got {settings.store.endpoint!r}")
+    if settings.notices.webhook and not settings.notices.webhook.startswith(("http://", "https://")):
+        raise SettingsError(f"{where}: notices.webhook: it must begin with https:// or http://")  # not said: its secret
     return settings
 
 

@@ -233,8 +233,9 @@ def keep_supplied(settings: Settings, ledger: Ledger, store: Store, stopped: Cal
             supply(settings, ledger, store)
             count_found_parts(ledger, store)
             if time.monotonic() - sampled > SAMPLE_SECONDS:
-                sampled = time.monotonic()
-                ledger.sample(sample(ledger))
+                now = time.monotonic()
+                ledger.sample(sample(ledger), now - sampled if sampled else 0.0)
+                sampled = now
                 clear_spool(settings.folder, ledger)
             if away_since:
                 ledger.publish("gend:loader", {"outages": {}}, 10.0)
@@ -293,13 +294,13 @@ def clear_spool(folder: Path, ledger: Ledger) -> None:
 
 
 def sample(ledger: Ledger) -> dict[str, Any]:
-    """Totals now, for rates over time: by run, rows and tokens of done batches; by server, of everything."""
+    """Totals now, for rates over time: by active run, of done batches; by server, since its worker began."""
     return {
         "at": round(time.time(), 1),
         "runs": {
             progress.run.id: {name: progress.counts.get(name, 0) for name in ("rows", "completion_tokens")}
             for progress in ledger.progress()
-            if not progress.finished
+            if not progress.finished and progress.control.state == "active"
         },
         "servers": {
             worker["server"]: {"in_flight": worker["in_flight"], "limit": worker["limit"], **worker["totals"]}

@@ -23,7 +23,7 @@ from gend import processes, valkey
 from gend.config import Settings
 from gend.engine import connect
 from gend.errors import GendError, LedgerUnavailable, PromptRefused, ServerFault, SettingsError, Unavailable
-from gend.ledger import Ledger
+from gend.ledger import Event, Ledger
 from gend.notify import Notifier
 from gend.planner import Action, Child, Rules, State, Verb, plan
 from gend.records import Sampling
@@ -53,6 +53,8 @@ class Supervisor:
         self.draining = False
         self.idle = False
         self.outage = ""
+        self.outage_since = 0.0
+        self.happened: collections.deque[Event] = collections.deque(maxlen=100)  # not in the ledger yet
         self.running: dict[str, processes.Process] = {}
         self.probes: dict[str, asyncio.Task[None]] = {}
         self.children = {child.name: child for child in self._cast()}
@@ -76,6 +78,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._asked_to_stop, signal.Signals(number).name)
+        self._note("daemon", f"daemon is up, pid {os.getpid()}, {len(self.seats)} servers")
         self._meet_what_is_left()
         beside = [asyncio.create_task(self._publish()), asyncio.create_task(self._keep_house())]
         if os.getpid() == 1:
@@ -88,6 +91,7 @@ class Supervisor:
                 self.notifier.tell(self._summary(), self.draining)
                 if self.until_idle and self.idle and not self.draining:
                     log.info("every run is finished: stopping")
+                    self._note("daemon", "every run is finished: stopping")
                     self.draining = True
                 if self.draining and not self.running:
                     return 0
@@ -106,6 +110,7 @@ class Supervisor:
 
     def _asked_to_stop(self, name: str) -> None:
         log.info("%s: draining; rows in flight have %.0f s to end", name, self.settings.work.drain_seconds)
+        self._note("daemon", f"{name}: draining")
         self.draining = True
 
     def _observe(self) -> None:
@@ -152,7 +157,7 @@ class Supervisor:
             if child.needs:
                 command += ["worker", "--number", number, "--url", self.seats[child.needs].url]
             else:
-                command += ["loader"]
+                command += [child.name]  # loader, page
             process = processes.start(self.folder, child.name, command, os.environ, talk=bool(child.needs))
         self.running[child.name] = process
         child.starts += 1
@@ -187,7 +192,17 @@ class Supervisor:
     def _enter(self, child: Child, state: State, why: str = "", level: int = logging.INFO) -> None:
         if child.state != state:
             log.log(level, "%s: %s -> %s%s", child.name, child.state, state, f" ({why})" if why else "")
+            self._tell_what_happened(child, state, why)
         child.state, child.since = state, time.monotonic()
+
+    def _tell_what_happened(self, child: Child, state: State, why: str) -> None:
+        bad = state in (State.BACKOFF, State.BLOCKED) and bool(why)
+        if bad or (state == State.READY and not child.needs) or (state == State.STOPPING and child.trouble):
+            text = f"{child.name.replace('-', ' ')}: {state}{f' ({why})' if why else ''}"
+            self._note(child.name.partition("-")[0], text, bad or state == State.STOPPING)
+
+    def _note(self, kind: str, text: str, bad: bool = False) -> None:
+        self.happened.append(Event(at=time.time(), kind=kind, text=text, bad=bad))
 
     def _remains(self, child: Child) -> str:
         """What of an earlier process is still in the way of this server, in words; empty when the place is clean."""
@@ -264,9 +279,13 @@ class Supervisor:
         while True:
             try:
                 await asyncio.get_running_loop().run_in_executor(self._ledger_thread, self._publish_once)
+                if self.outage:
+                    seconds = time.time() - self.outage_since
+                    self._note("redis", f"Redis was away for {seconds:.0f} s: {self.outage}", bad=True)
                 self.outage = ""
             except LedgerUnavailable as error:
                 if not self.outage:
+                    self.outage_since = time.time()
                     log.warning("%s; the workers keep what they have and go on", error)
                 self.outage = str(error)
                 if not self.settings.redis.url:
@@ -276,6 +295,10 @@ class Supervisor:
 
     def _publish_once(self) -> None:
         self.ledger.publish("gend:daemon", self.view(), 10.0)
+        while self.happened:
+            event = self.happened[0]
+            self.ledger.event(event.kind, event.text, event.bad, event.at)
+            self.happened.popleft()
         if self.until_idle:
             self.idle = self.ledger.rebuilt() and all(
                 run.finished or run.control.state != "active" for run in self.ledger.progress()
