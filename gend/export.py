@@ -127,10 +127,8 @@ def export(
     listed = [listed_parts(store, run)[0] for run in sources]
     for run, parts in zip(sources, listed, strict=True):
         if run in runs and len(parts) < run.batches and not options.partial:
-            missing = run.batches - len(parts)
-            raise NotSound(
-                f"run {run.id}: {missing:,} of {run.batches:,} parts are missing; --partial exports the rest"
-            )
+            there = f"{len(parts):,} of {run.batches:,} parts are in the store"
+            raise NotSound(f"run {run.id} is not finished: {there}; --partial exports those")
     make = _maker(options)
     tally = _Tally()
     best_rows, batches = BestRows(), 0
