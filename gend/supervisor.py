@@ -33,7 +33,7 @@ log = logging.getLogger("gend.supervisor")
 
 TICK_SECONDS = 0.1
 LOG_BYTES = 64 << 20  # a child's log is cut back beyond this, once a minute
-ORPHAN_LOOK_SECONDS = 5.0
+ORPHAN_LOOK_SECONDS = 2.0
 FIRST_STARTS = 2  # when every server has failed this often and none was ever ready, it is the settings
 CANARY = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
 
