@@ -82,6 +82,21 @@ class Spool:
                 raise DiskUnavailable(f"spool {self._path}: {error.strerror}") from error
             self._end += len(line)
 
+    @property
+    def end(self) -> int:
+        """How many bytes of rows this claim has written."""
+        return self._end
+
+    def cut_back(self, end: int) -> None:
+        """Forget the rows that this claim wrote after `end` bytes: they are to be made again."""
+        with self._lock:
+            if self._descriptor >= 0 and end < self._end:
+                try:
+                    os.ftruncate(self._descriptor, end)
+                except OSError as error:
+                    raise DiskUnavailable(f"spool {self._path}: {error.strerror}") from error
+                self._end, self._synced = end, min(self._synced, end)
+
     def sync(self) -> None:
         """Make every row that was appended survive a power cut."""
         with self._lock:
@@ -92,7 +107,7 @@ class Spool:
         try:
             os.fdatasync(descriptor)
             if first:  # the names of file and folders are what a new file can lose
-                for folder in (self.home, self.home.parent, self.home.parent.parent):
+                for folder in (self.home, *self.home.parents[:3]):
                     _sync_folder(folder)
         except OSError as error:
             raise DiskUnavailable(f"spool {self._path}: {error.strerror}") from error
