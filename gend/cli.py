@@ -202,16 +202,21 @@ def up(context: Context, until_idle: bool, log_json: bool) -> None:
 
 
 @main.command()
-@click.option("--json", "as_json", is_flag=True, help="As JSON, with a stable schema.")
+@click.option("--watch", is_flag=True, help="Again and again, until q or Ctrl-C.")
+@click.option("--every", type=click.FloatRange(min=0.2), default=2.0, metavar="SECONDS", help="For --watch; 2 s.")
+@click.option("--json", "as_json", is_flag=True, help="As JSON, with a stable schema: gend/status.py describes it.")
 @click.pass_obj
-def status(context: Context, as_json: bool) -> None:
-    """How everything stands: servers, runs, rates, time left. Works with the daemon down."""
-    from gend.status import read_status, render
+def status(context: Context, watch: bool, every: float, as_json: bool) -> None:
+    """How everything stands: servers, runs, rates, time left, dollars. Works with the daemon down."""
+    from gend import screen
+    from gend.status import read_status
 
     settings = context.settings
     with context.ledger(settings) as ledger:
+        if watch and not as_json:
+            return screen.watch(lambda: read_status(ledger, settings), every)
         now = read_status(ledger, settings)
-    click.echo(msgspec.json.encode(now).decode() if as_json else render(now), nl=as_json)
+    click.echo(msgspec.json.encode(now).decode() if as_json else screen.render(now), nl=as_json)
 
 
 @main.command()

@@ -1,19 +1,49 @@
-"""`gend status`: everything at a glance, from the ledger alone; no daemon needed."""
+"""How everything stands: servers, runs, rates, time and dollars, from the ledger alone; no daemon needed.
 
+Rates come from the history that the loader keeps (a sample every 10 s) and from the workers' own totals now. Only
+pairs of samples that lie close together count, so that hours with the daemon down do not thin a rate out.
+"""
+
+import itertools
+import os
 import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from gend.config import Settings
-from gend.ledger import Ledger, Progress
+from gend.ledger import HISTORY_SAMPLES, Ledger, Progress
 
-RATE_WINDOW_SAMPLES = 30
-"""Samples (10 s apart) over which rates are taken: five minutes, several times the length of one reply."""
+SHOWN_SECONDS = 300.0
+"""What is shown as a rate is over so long: several times the length of one reply."""
+
+RECENT_SECONDS = 600.0
+"""The time left and the idle share are taken over so long."""
+
+GAP_SECONDS = 60.0
+"""Samples further apart than this have something else between them: the daemon was down, or Redis away."""
+
+LATE_SECONDS = 60.0
+"""A view of the history older than this, with the daemon up, means that nobody keeps it any more."""
+
+BAD_SHARE = 0.05
+"""A run with more rows than this that are neither `ok` nor `length` is a warning."""
+
+IDLE_SHARE = 0.1
+"""Servers that were ready and idle for more than this, with prompts waiting, are a warning."""
+
+Sample = dict[str, Any]
 
 
 class ServerStatus(msgspec.Struct, kw_only=True):
-    """One server and its worker. Rates are per second over the window; `since` in seconds since the epoch."""
+    """One server and its worker. `since` is unix seconds; rates are over the last five minutes.
+
+    `in_flight` of `limit` requests are at the server, `waiting` more prompts are at hand; `limited_by` is why it is
+    not more: slots, kv, prompts, errors, fixed, trial. `rows` counts from the start of its worker. `idle_share` is
+    over the last ten minutes: 0 is full all the time. What NVML does not say is null.
+    """
 
     number: int
     state: str
@@ -21,16 +51,27 @@ class ServerStatus(msgspec.Struct, kw_only=True):
     gpus: list[int]
     in_flight: int = 0
     limit: int = 0
+    waiting: int = 0
+    limited_by: str = ""
     open_batches: int = 0
     rows: int = 0
     rows_per_second: float = 0.0
     tokens_per_second: float = 0.0
+    idle_share: float | None = None
     restarts: int = 0
     last_error: str = ""
+    worker_state: str = ""
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    celsius: int | None = None
 
 
 class RunStatus(msgspec.Struct, kw_only=True):
-    """One run. `rows_done` counts rows whose part is in the store; `rows_made` also those that still collect."""
+    """One run. `state` is active, paused, cancelled or finished; `reason` says why it is paused.
+
+    `rows_done` counts rows whose part is in the store; verdicts, tokens and rates are of those. `active_seconds` is
+    how long the daemon was up with this run active. The time left is null where nothing tells it.
+    """
 
     id: str
     name: str
@@ -47,90 +88,185 @@ class RunStatus(msgspec.Struct, kw_only=True):
     rows_per_second: float = 0.0
     tokens_per_second: float = 0.0
     eta_seconds: float | None = None
+    active_seconds: float = 0.0
     reason: str = ""
 
 
+class Estimate(msgspec.Struct, kw_only=True):
+    """Seconds until all active runs are finished: as the last ten minutes went, and the range that all rates span."""
+
+    seconds: float
+    low_seconds: float
+    high_seconds: float
+
+
+class Cost(msgspec.Struct, kw_only=True):
+    """Dollars for the box. `spent` is for the time that the daemon was up; what is to come follows the estimate.
+
+    `per_million_tokens` is at the present rate, `per_million_tokens_so_far` over everything. Null: not known yet.
+    """
+
+    dollars_per_hour: float
+    spent: float
+    to_go: float | None = None
+    to_go_low: float | None = None
+    to_go_high: float | None = None
+    per_million_tokens: float | None = None
+    per_million_tokens_so_far: float | None = None
+
+
+class StoreStatus(msgspec.Struct, kw_only=True):
+    """The store, and the spool before it. `last_part_at` is when a part last arrived there, in unix seconds."""
+
+    url: str
+    last_part_at: float | None = None
+    spool_batches: int = 0
+    spool_bytes: int = 0
+
+
+class RedisStatus(msgspec.Struct, kw_only=True):
+    """Redis. `own`: gend's own Valkey; `rebuilt`: the ledger agrees with the store since Redis was last empty."""
+
+    own: bool
+    rebuilt: bool
+    answer_seconds: float
+    memory_bytes: int
+
+
+class Outage(msgspec.Struct, kw_only=True):
+    """Something outside that is away: store, redis or disk. `waiting` workers say so; `since` is unix seconds."""
+
+    what: str
+    since: float
+    why: str
+    waiting: int = 1
+
+
 class Status(msgspec.Struct, kw_only=True):
-    """The schema of `gend status --json`; `schema` is raised when a field changes its meaning."""
+    """The schema of `gend status --json`. `schema` is raised when a field goes or changes its meaning, not when one
+    is added. `headline` says it all in words, `warnings` what is wrong, the worst first."""
 
     schema: int = 1
     at: float
+    headline: str = ""
+    warnings: list[str] = []
     daemon: bool
     draining: bool
     servers: list[ServerStatus]
     runs: list[RunStatus]
     rows_per_second: float
     tokens_per_second: float
-    eta_seconds: float | None
-    outages: dict[str, str]
-    store: str
+    estimate: Estimate | None
+    cost: Cost | None
+    store: StoreStatus
+    redis: RedisStatus
+    outages: list[Outage]
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
 
 
 def read_status(ledger: Ledger, settings: Settings) -> Status:
     """Ask the ledger how everything stands. Raises LedgerUnavailable."""
+    asked = time.perf_counter()
+    rebuilt = ledger.rebuilt()
+    redis = RedisStatus(
+        own=not settings.redis.url,
+        rebuilt=rebuilt,
+        answer_seconds=round(time.perf_counter() - asked, 6),
+        memory_bytes=ledger.about()["used_memory"],
+    )
     now = time.time()
     daemon = ledger.daemon()
     workers = {worker["server"]: worker for worker in ledger.workers()}
-    history = ledger.history(RATE_WINDOW_SAMPLES)
-    servers = _servers(daemon, workers, history, now)
-    runs = [_run(progress, history, now) for progress in ledger.progress()]
-    rows_rate = sum(server.rows_per_second for server in servers)
-    left = sum(run.prompts - run.rows_done for run in runs if run.state == "active")
-    outages = {}
-    for view in (ledger.loader(), *workers.values()):
-        for what, outage in view["outages"].items():
-            outages[what] = f"since {time.strftime('%H:%M:%S', time.localtime(outage['since']))}: {outage['why']}"
-    return Status(
+    up = ledger.up_seconds()
+    progress = ledger.progress()
+    history = ledger.history(HISTORY_SAMPLES)
+    late = daemon is not None and now - (history[0]["at"] if history else daemon["at"]) > LATE_SECONDS
+    if daemon is not None:
+        history.insert(0, _live(progress, workers, now))
+    servers = _servers(daemon, workers, history, ledger.view("gend:gpus"))
+    runs = [_run(one, history, up) for one in progress]
+    status = Status(
         at=now,
         daemon=daemon is not None,
         draining=bool(daemon and daemon["draining"]),
         servers=servers,
         runs=runs,
-        rows_per_second=rows_rate,
-        tokens_per_second=sum(server.tokens_per_second for server in servers),
-        eta_seconds=left / rows_rate if rows_rate > 0 else None,
-        outages=outages,
-        store=settings.store.url,
+        rows_per_second=_all_servers(history, SHOWN_SECONDS, "rows"),
+        tokens_per_second=_all_servers(history, SHOWN_SECONDS, "completion_tokens"),
+        estimate=_estimate(runs, history, up) if daemon else None,
+        cost=None,
+        store=StoreStatus(url=settings.store.url, last_part_at=ledger.last_part()),
+        redis=redis,
+        outages=_outages([ledger.loader(), *workers.values()]),
     )
+    status.store.spool_batches, status.store.spool_bytes = spool_size(settings.folder)
+    status.cost = _cost(status, settings.cost.dollars_per_hour, up.get("daemon", 0.0))
+    status.warnings = list(_warnings(status, daemon, ledger.view("gend:page"), late))
+    status.headline = _headline(status)
+    return status
+
+
+def _live(progress: list[Progress], workers: dict[int, dict[str, Any]], now: float) -> Sample:
+    """Now, as a sample of the history."""
+    return {
+        "at": now,
+        "runs": {
+            one.run.id: {"rows": one.counts.get("rows", 0), "completion_tokens": one.counts.get("completion_tokens", 0)}
+            for one in progress
+            if not one.finished and one.control.state == "active"
+        },
+        "servers": {
+            str(number): {"in_flight": worker["in_flight"], "limit": worker["limit"], **worker["totals"]}
+            for number, worker in workers.items()
+        },
+    }
 
 
 def _servers(
-    daemon: dict[str, Any] | None, workers: dict[int, dict[str, Any]], history: list[dict[str, Any]], now: float
+    daemon: dict[str, Any] | None,
+    workers: dict[int, dict[str, Any]],
+    history: list[Sample],
+    gpus: dict[str, Any] | None,
 ) -> list[ServerStatus]:
+    children = {child["name"]: child for child in (daemon or {}).get("children", ())}
+    devices = {gpu["index"]: gpu for gpu in (gpus or {}).get("gpus", ())}
     servers = []
-    for child in (daemon or {}).get("children", ()):
-        kind, _, number = child["name"].rpartition("-")
+    for name, child in children.items():
+        kind, _, number = name.rpartition("-")
         if kind != "server":
             continue
         worker = workers.get(int(number), {})
-        totals = worker.get("totals", {})
-        server = ServerStatus(
-            number=int(number),
-            state=child["state"],
-            since=child["since"],
-            gpus=child["gpus"],
-            in_flight=worker.get("in_flight", 0),
-            limit=worker.get("limit", 0),
-            open_batches=worker.get("open_batches", 0),
-            rows=totals.get("rows", 0),
-            restarts=child["restarts"],
-            last_error=child["last_error"],
+        mine = [devices[index] for index in child["gpus"] if index in devices]
+        servers.append(
+            ServerStatus(
+                number=int(number),
+                state=child["state"],
+                since=child["since"],
+                gpus=child["gpus"],
+                in_flight=worker.get("in_flight", 0),
+                limit=worker.get("limit", 0),
+                waiting=worker.get("waiting", 0),
+                limited_by=worker.get("limited_by", ""),
+                open_batches=worker.get("open_batches", 0),
+                rows=worker.get("totals", {}).get("rows", 0),
+                rows_per_second=rate(history, SHOWN_SECONDS, "servers", number, "rows"),
+                tokens_per_second=rate(history, SHOWN_SECONDS, "servers", number, "completion_tokens"),
+                idle_share=_idle_share(history, number),
+                restarts=child["restarts"],
+                last_error=child["last_error"],
+                worker_state=children.get(f"worker-{number}", {}).get("state", ""),
+                memory_used_bytes=sum(gpu["used_bytes"] for gpu in mine) if mine else None,
+                memory_total_bytes=sum(gpu["total_bytes"] for gpu in mine) if mine else None,
+                celsius=max((gpu["celsius"] for gpu in mine if gpu["celsius"] is not None), default=None),
+            )
         )
-        past = [sample for sample in history if number in sample["servers"]]
-        # A worker that was started anew counts from zero: samples from before it are not comparable.
-        past = [sample for sample in past if sample["servers"][number].get("rows", 0) <= server.rows]
-        if past and (seconds := now - past[-1]["at"]) > 0.5:
-            then = past[-1]["servers"][number]
-            server.rows_per_second = (server.rows - then.get("rows", 0)) / seconds
-            tokens = totals.get("completion_tokens", 0) - then.get("completion_tokens", 0)
-            server.tokens_per_second = max(0.0, tokens / seconds)
-        servers.append(server)
     return servers
 
 
-def _run(progress: Progress, history: list[dict[str, Any]], now: float) -> RunStatus:
+def _run(progress: Progress, history: list[Sample], up: dict[str, float]) -> RunStatus:
     run, counts = progress.run, progress.counts
-    whole = progress.done_batches * run.batch_size
     status = RunStatus(
         id=run.id,
         name=run.name,
@@ -141,26 +277,221 @@ def _run(progress: Progress, history: list[dict[str, Any]], now: float) -> RunSt
         batches=run.batches,
         batches_done=progress.done_batches,
         batches_leased=progress.leased_batches,
-        rows_done=min(whole, run.set.accepted),
+        rows_done=min(progress.done_batches * run.batch_size, run.set.accepted),
         verdicts={name.removeprefix("verdict:"): n for name, n in counts.items() if name.startswith("verdict:")},
         completion_tokens=counts.get("completion_tokens", 0),
+        active_seconds=up.get(f"run:{run.id}", 0.0),
         reason=progress.control.reason,
     )
-    past = [sample for sample in history if run.id in sample["runs"]]
-    if past and not progress.finished and (seconds := now - past[-1]["at"]) > 0.5:
-        then = past[-1]["runs"][run.id]
-        status.rows_per_second = max(0.0, (counts.get("rows", 0) - then["rows"]) / seconds)
-        status.tokens_per_second = max(0.0, (status.completion_tokens - then["completion_tokens"]) / seconds)
+    if status.state == "active":
+        status.rows_per_second = rate(history, RECENT_SECONDS, "runs", run.id, "rows")
+        status.tokens_per_second = rate(history, RECENT_SECONDS, "runs", run.id, "completion_tokens")
         if status.rows_per_second > 0:
             status.eta_seconds = (status.prompts - status.rows_done) / status.rows_per_second
     return status
+
+
+def _outages(views: list[dict[str, Any]]) -> list[Outage]:
+    found: dict[str, Outage] = {}
+    for view in views:
+        for what, outage in view["outages"].items():
+            known = found.get(what)
+            if known is None:
+                found[what] = Outage(what=what, since=outage["since"], why=outage["why"])
+            else:
+                known.waiting += 1
+                known.since = min(known.since, outage["since"])
+    return list(found.values())
+
+
+def spool_size(folder: Path) -> tuple[int, int]:
+    """Batches and bytes in the spool: FOLDER/spool/RUN/BATCH/CLAIM.rows. What goes away meanwhile is not counted."""
+    batches = total = 0
+    for run in _entries(folder / "spool"):
+        for batch in _entries(run.path):
+            batches += 1
+            for file in _entries(batch.path):
+                try:
+                    total += file.stat().st_size
+                except FileNotFoundError:
+                    continue
+    return batches, total
+
+
+def _entries(folder: Path | str) -> list["os.DirEntry[str]"]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return []
+
+
+# -- rates -----------------------------------------------------------------------------------------------------------
+
+
+def rate(history: Sequence[Sample], seconds: float, kind: str, name: str, field: str) -> float:
+    """How much `field` of one server or run (`kind` is servers or runs) grew a second; 0 where nothing tells."""
+    grown = time_seen = 0.0
+    for newer, older in _pairs(history, seconds):
+        now = newer[kind].get(name)
+        if now is not None and (kind == "servers" or name in older[kind]):
+            time_seen += newer["at"] - older["at"]
+            grown += growth(now, older[kind].get(name), field)
+    return grown / time_seen if time_seen > 0.5 else 0.0
+
+
+def growth(now: dict[str, Any], then: dict[str, Any] | None, field: str) -> float:
+    """What was added between two samples; a worker that was started anew counts from zero."""
+    before = then.get(field, 0) if then else 0
+    after = now.get(field, 0)
+    return float(after - before if after >= before else after)
+
+
+def _all_servers(history: Sequence[Sample], seconds: float, field: str) -> float:
+    """How much all servers together made a second, over the time in which any of them had work."""
+    grown = time_seen = 0.0
+    for newer, older in _pairs(history, seconds):
+        added = sum(growth(now, older["servers"].get(name), field) for name, now in newer["servers"].items())
+        if added or any(now["in_flight"] for now in newer["servers"].values()):
+            time_seen += newer["at"] - older["at"]
+            grown += added
+    return grown / time_seen if time_seen > 0.5 else 0.0
+
+
+def _pairs(history: Sequence[Sample], seconds: float) -> Iterator[tuple[Sample, Sample]]:
+    """Neighbours in the history (newest first) that are close together and not older than `seconds`."""
+    for newer, older in itertools.pairwise(history):
+        if history[0]["at"] - older["at"] > seconds + 10:
+            return
+        if newer["at"] - older["at"] <= GAP_SECONDS:
+            yield newer, older
+
+
+def _idle_share(history: Sequence[Sample], number: str) -> float | None:
+    """Which share of a server's slots was empty in the last ten minutes, while there was any run to work on."""
+    shares = []
+    for sample in history:
+        if history[0]["at"] - sample["at"] > RECENT_SECONDS:
+            break
+        if sample["runs"]:
+            server = sample["servers"].get(number)
+            full = min(1.0, server["in_flight"] / server["limit"]) if server and server["limit"] else 0.0
+            shares.append(1.0 - full)
+    return round(sum(shares) / len(shares), 3) if shares else None
+
+
+def _estimate(runs: list[RunStatus], history: list[Sample], up: dict[str, float]) -> Estimate | None:
+    """How long everything active takes: as the servers made rows in the last ten minutes, as parts came in the last
+    hour, and as they came since each run began. Early on, parts lag behind rows; later, all three agree."""
+    active = [run for run in runs if run.state == "active"]
+    left = sum(run.prompts - run.rows_done for run in active)
+    rates = [_all_servers(history, RECENT_SECONDS, "rows")]
+    rates.append(sum(rate(history, 3600.0, "runs", run.id, "rows") for run in active))
+    if len(active) == 1 and (seconds := active[0].active_seconds) > 0:
+        rates.append(sum(active[0].verdicts.values()) / seconds)
+    known = [one for one in rates if one > 0]
+    if not known or not left:
+        return None
+    return Estimate(
+        seconds=round(left / known[0], 1),
+        low_seconds=round(left / max(known), 1),
+        high_seconds=round(left / min(known), 1),
+    )
+
+
+def _cost(status: Status, dollars_per_hour: float, up_seconds: float) -> Cost | None:
+    if not dollars_per_hour:
+        return None
+    a_second = dollars_per_hour / 3600
+    tokens = sum(run.completion_tokens for run in status.runs)
+    cost = Cost(dollars_per_hour=dollars_per_hour, spent=round(up_seconds * a_second, 2))
+    if estimate := status.estimate:
+        cost.to_go = round(estimate.seconds * a_second, 2)
+        cost.to_go_low = round(estimate.low_seconds * a_second, 2)
+        cost.to_go_high = round(estimate.high_seconds * a_second, 2)
+    if status.tokens_per_second > 0:
+        cost.per_million_tokens = round(a_second / status.tokens_per_second * 1e6, 4)
+    if tokens:
+        cost.per_million_tokens_so_far = round(cost.spent / tokens * 1e6, 4)
+    return cost
+
+
+# -- in words --------------------------------------------------------------------------------------------------------
+
+
+def _headline(status: Status) -> str:
+    active = [run for run in status.runs if run.state == "active"]
+    if not status.daemon:
+        waiting = f", {_count(len(active), 'run')} {'waits' if len(active) == 1 else 'wait'}" if active else ""
+        return f"daemon is down{waiting}: start it with `gend up`" if active else "daemon is down"
+    ready = sum(server.state == "ready" for server in status.servers)
+    servers = f"{ready} of {_count(len(status.servers), 'server')}"
+    if status.draining:
+        return f"draining, {servers}"
+    if not active:
+        paused = sum(run.state == "paused" for run in status.runs)
+        what = f"{_count(paused, 'run')} paused" if paused else "every run is finished" if status.runs else "no run yet"
+        return f"idle: {what}, {servers}"
+    words = [f"running, {servers}" if ready else f"starting, {servers}"]
+    if status.estimate:
+        words.append(f"done {when(status.at + status.estimate.seconds, status.at)}")
+    if (cost := status.cost) and cost.to_go is not None:
+        words.append(f"{dollars(cost.spent)} of about {dollars(cost.spent + cost.to_go)}")
+    elif cost:
+        words.append(f"{dollars(cost.spent)} so far")
+    return ", ".join(words)
+
+
+def _warnings(status: Status, daemon: dict[str, Any] | None, page: dict[str, Any] | None, late: bool) -> Iterator[str]:
+    """What is wrong, the worst first."""
+    for outage in status.outages:
+        yield f"{outage.what} is away since {clock(outage.since, status.at)}: {outage.why}"
+    for run in status.runs:
+        if run.state == "paused":
+            yield f"{run.id} is paused: {run.reason or 'no reason given'}"
+    for server in status.servers:
+        since = clock(server.since, status.at)
+        if server.state in ("blocked", "backoff", "stopping") and server.last_error:
+            yield f"server {server.number} {server.state} since {since}: {server.last_error}"
+        elif server.state == "ready" and server.worker_state in ("blocked", "backoff"):
+            yield f"server {server.number} has no worker: see `gend logs worker-{server.number}`"
+    for child in (daemon or {}).get("children", ()):
+        if child["name"] in ("loader", "page") and child["state"] in ("blocked", "backoff") and child["last_error"]:
+            yield f"the {child['name']} fails: {child['last_error']}"
+    if late:
+        yield "nobody samples the rates: see `gend logs loader`"
+    if not status.redis.rebuilt and (status.daemon or status.runs):
+        yield "Redis was empty: the ledger is being rebuilt from the store" + ("" if status.daemon else " by `gend up`")
+    for run in status.runs:
+        rows = sum(run.verdicts.values())
+        bad = rows - run.verdicts.get("ok", 0) - run.verdicts.get("length", 0)
+        if rows >= 50 and bad / rows > BAD_SHARE:
+            yield f"{run.id}: {bad / rows:.1%} of its rows are bad; look at them with `gend rows {run.id}`"
+    waits = any(run.batches_done + run.batches_leased < run.batches for run in status.runs if run.state == "active")
+    idle = [
+        server
+        for server in status.servers
+        if server.state == "ready"
+        and status.at - server.since > RECENT_SECONDS
+        and (server.idle_share or 0) > IDLE_SHARE
+    ]
+    if waits and idle:
+        share = sum(server.idle_share or 0 for server in idle) / len(idle)
+        numbers = ", ".join(str(server.number) for server in idle)
+        yield f"{'server' if len(idle) == 1 else 'servers'} {numbers}: {share:.0%} idle in the last 10 minutes"
+    if page and page.get("trouble"):
+        yield f"page: {page['trouble']}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def duration(seconds: float | None) -> str:
     """Seconds as a person reads them: `41 s`, `12 min`, `3 h 20 min`, `1 d 4 h`."""
     if seconds is None:
         return "-"
-    whole = round(seconds)
+    whole = max(0, round(seconds))
     if whole < 100:
         return f"{whole} s"
     minutes, hours, days = whole // 60, whole // 3600, whole // 86400
@@ -169,68 +500,20 @@ def duration(seconds: float | None) -> str:
     return f"{hours} h {minutes % 60} min" if hours < 48 else f"{days} d {hours % 24} h"
 
 
-def headline(status: Status) -> str:
-    """The state in words, for the first line."""
-    active = [run for run in status.runs if run.state == "active"]
-    if not status.daemon:
-        waiting = f", {len(active)} runs wait: start it with `gend up`" if active else ""
-        return f"daemon is down{waiting}"
-    ready = sum(server.state == "ready" for server in status.servers)
-    what = "draining" if status.draining else "running" if active else "idle: every run is finished"
-    eta = f", done in about {duration(status.eta_seconds)}" if active and status.eta_seconds else ""
-    return f"{what}, {ready} of {len(status.servers)} servers ready{eta}"
+def when(moment: float, now: float) -> str:
+    """A time to come: `04:10` today, `Tue 04:10` within a week, else the date."""
+    then, today = time.localtime(moment), time.localtime(now)
+    if then[:3] == today[:3]:
+        return time.strftime("%H:%M", then)
+    return time.strftime("%a %H:%M" if moment - now < 6 * 86400 else "%d %b", then)
 
 
-def render(status: Status, width: int | None = None, colour: bool | None = None) -> str:
-    """The status as text; colours only where the output is a terminal (or `colour` says so)."""
-    import io
-    import sys
+def clock(moment: float, now: float) -> str:
+    """A time gone by and how long ago: `03:12 (4 min)`."""
+    then = time.localtime(moment)
+    return f"{time.strftime('%H:%M' if now - moment < 86400 else '%a %H:%M', then)} ({duration(now - moment)})"
 
-    from rich.console import Console
-    from rich.table import Table
 
-    terminal = sys.stdout.isatty() if colour is None else colour
-    out = io.StringIO()
-    console = Console(file=out, width=width or (None if terminal else 100), force_terminal=terminal, highlight=False)
-    console.print(headline(status), style="bold")
-    for what, why in status.outages.items():
-        console.print(f"! {what} is away {why}", style="red", markup=False)
-    for server in status.servers:
-        if server.state in ("blocked", "backoff") and server.last_error:
-            console.print(f"! server {server.number}: {server.last_error}", style="yellow", markup=False)
-    if status.servers:
-        table = Table(box=None, pad_edge=False, header_style="dim")
-        table.add_column("server")
-        table.add_column("gpu")
-        table.add_column("state")
-        for name in ("for", "in flight", "rows", "rows/s", "tokens/s", "restarts"):
-            table.add_column(name, justify="right")
-        for s in status.servers:
-            table.add_row(
-                str(s.number), ",".join(map(str, s.gpus)) or "-", s.state, duration(status.at - s.since),
-                f"{s.in_flight}/{s.limit}", f"{s.rows:,}", f"{s.rows_per_second:.2f}", f"{s.tokens_per_second:,.0f}",
-                str(s.restarts),
-            )  # fmt: skip
-        console.print(table)
-    if status.runs:
-        table = Table(box=None, pad_edge=False, header_style="dim")
-        table.add_column("run", overflow="fold")
-        table.add_column("state")
-        for name in ("done", "of", "%", "rows/s", "tokens/s", "left"):
-            table.add_column(name, justify="right")
-        table.add_column("verdicts", overflow="fold")
-        for r in status.runs:
-            share = 100 * r.rows_done / r.prompts
-            verdicts = " ".join(f"{name} {count:,}" for name, count in sorted(r.verdicts.items(), key=lambda v: -v[1]))
-            table.add_row(
-                r.id, r.state, f"{r.rows_done:,}", f"{r.prompts:,}", f"{share:.0f}", f"{r.rows_per_second:.2f}",
-                f"{r.tokens_per_second:,.0f}", duration(r.eta_seconds) if r.state == "active" else "-", verdicts,
-            )  # fmt: skip
-        console.print(table)
-        rejected = sum(run.rejected for run in status.runs)
-        if rejected:
-            console.print(f"{rejected:,} input lines were rejected; see rejects.jsonl beside their prompt set")
-    else:
-        console.print("no run yet: gend enqueue FILE")
-    console.print(f"store {status.store}", style="dim", markup=False)
-    return out.getvalue()
+def dollars(amount: float) -> str:
+    """`$0.42`, `$612`, `$1,480`."""
+    return f"${amount:,.2f}" if amount < 10 else f"${amount:,.0f}"

