@@ -617,7 +617,7 @@ def _decide(context: Context, run: str, **changes: Any) -> None:
 @click.pass_obj
 def pause(context: Context, run: str) -> None:
     """Stop sending prompts of RUN; what is in flight ends and is kept."""
-    _decide(context, run, state="paused", reason="paused by hand")
+    _decide(context, run, state="paused", reason="paused by hand", drop=False)
 
 
 @main.command()
@@ -626,7 +626,7 @@ def pause(context: Context, run: str) -> None:
 @click.pass_obj
 def resume(context: Context, run: str, priority: str | None) -> None:
     """Go on with a paused or cancelled RUN."""
-    _decide(context, run, state="active", reason="", **({"priority": priority} if priority else {}))
+    _decide(context, run, state="active", reason="", drop=False, **({"priority": priority} if priority else {}))
 
 
 @main.command()
@@ -634,7 +634,7 @@ def resume(context: Context, run: str, priority: str | None) -> None:
 @click.pass_obj
 def cancel(context: Context, run: str) -> None:
     """Stop RUN for good, also what is in flight. Parts that are in the store stay there."""
-    _decide(context, run, state="cancelled", reason="cancelled by hand")
+    _decide(context, run, state="cancelled", reason="cancelled by hand", drop=True)
 
 
 @main.command()
@@ -664,8 +664,9 @@ def drain(context: Context) -> None:
 @main.command(hidden=True)
 @click.option("--number", type=int, required=True)
 @click.option("--url", required=True)
+@click.option("--share", type=float, default=1.0)
 @click.pass_obj
-def worker(context: Context, number: int, url: str) -> None:
+def worker(context: Context, number: int, url: str, share: float) -> None:
     """One worker, bound to the server at --url. The supervisor starts it."""
     import uvloop
 
@@ -679,7 +680,7 @@ def worker(context: Context, number: int, url: str) -> None:
     box = box_name(settings.folder)
     name = f"{box}-worker-{number}.{uuid.uuid4().hex[:8]}"
     redis_url = settings.redis.url or valkey.socket_url(settings.folder)
-    sys.exit(uvloop.run(work(settings, redis_url, number, url, box, name)))
+    sys.exit(uvloop.run(work(settings, redis_url, number, url, box, name, share)))
 
 
 @main.command(hidden=True)

@@ -27,9 +27,13 @@ def queue_wanted(running: int) -> int:
 
 
 class Pilot(msgspec.Struct, kw_only=True):
-    """The limit of one server, and why it is not higher: slots, kv, prompts, errors, fixed, trial."""
+    """The limit of one server, and why it is not higher: slots, kv, prompts, errors, fixed, trial.
+
+    `share`: of what the server says it can run, no more than this is used.
+    """
 
     fixed: int = 0
+    share: float = 1.0
     limit: int = 0
     limited_by: str = "trial"
     _steps: int = 0
@@ -43,7 +47,7 @@ class Pilot(msgspec.Struct, kw_only=True):
         if self.fixed:
             self.limit, self.limited_by = self.fixed, "fixed"
         elif load.max_running is not None:
-            self._follow(load, load.max_running, in_flight)
+            self._follow(load, max(1, int(load.max_running * self.share)), in_flight)
         else:
             self._try(in_flight, tokens, faults)
         return self.limit

@@ -6,12 +6,13 @@
 import os
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from gend.errors import SettingsError
 from gend.records import Sampling
+from gend.verdict import AlarmLimits, Policy
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
@@ -39,7 +40,7 @@ class Servers(_Section, frozen=True):
     environment: dict[str, str] = {}
     base_port: Annotated[int, msgspec.Meta(ge=1024, le=65000)] = 30000
     load_seconds: Seconds = 1800.0
-    stall_seconds: Seconds = 60.0
+    stall_seconds: Seconds = 30.0
     stop_seconds: Seconds = 30.0
 
 
@@ -63,6 +64,11 @@ class Work(_Section, frozen=True):
     lease_seconds: Annotated[float, msgspec.Meta(ge=1)] = 15.0
     request_seconds: Seconds = 7200.0
     drain_seconds: Annotated[float, msgspec.Meta(ge=0)] = 30.0
+    token_ids: bool = False
+
+
+class AlarmSettings(AlarmLimits, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    action: Literal["pause", "warn", "off"] = "pause"
 
 
 class Cost(_Section, frozen=True):
@@ -85,6 +91,8 @@ class Settings(_Section, frozen=True):
     store: Store = Store()
     work: Work = Work()
     sampling: Sampling = Sampling()
+    verdicts: Policy = Policy()
+    alarm: AlarmSettings = AlarmSettings()
     cost: Cost = Cost()
     page: Page = Page()
     notices: Notices = Notices()

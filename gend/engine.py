@@ -16,7 +16,7 @@ import msgspec
 from gend.errors import PromptRefused, ServerFault, ServerUnavailable
 from gend.records import Message, Reply, Sampling, Usage
 
-GONE_SECONDS = 3.0
+GONE_SECONDS = 1.0
 """How long connections may be refused before the server counts as gone. Nothing listens while SGLang loads."""
 
 _KEEPALIVE_SECONDS = 4.0  # below uvicorn's 5 s: a connection that the server is just closing must not be used again
@@ -31,6 +31,13 @@ class Load(msgspec.Struct, frozen=True):
     max_running: int | None = None
     kv_usage: float | None = None
     retracted: int | None = None
+
+
+class Pulse(msgspec.Struct, frozen=True):
+    """Whether a server is at work: tokens made since it started, and requests that run or wait."""
+
+    tokens: float
+    requests: float
 
 
 class _Message(msgspec.Struct):
@@ -70,10 +77,15 @@ class Server:
         self._probing: asyncio.Task[bool] | None = None
 
     async def chat(
-        self, messages: list[Message], tools: list[dict[str, Any]] | None, sampling: Sampling, seed: int
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None,
+        sampling: Sampling,
+        seed: int,
+        token_ids: bool = False,
     ) -> Reply:
         """One reply. Raises PromptRefused, ServerFault, ServerUnavailable. It never retries by itself."""
-        body = request_body(self.model, messages, tools, sampling, seed)
+        body = request_body(self.model, messages, tools, sampling, seed, token_ids)
         try:
             async with self._session.post(
                 f"{self.url}/v1/chat/completions", data=body, headers={"Content-Type": "application/json"}
@@ -135,6 +147,14 @@ class Server:
             ) as answer:
                 await answer.read()
 
+    async def pulse(self) -> Pulse | None:
+        """How many tokens it has made and how many requests run, by its own metrics; None when it does not say."""
+        try:
+            async with self._session.get(f"{self.url}/metrics", timeout=aiohttp.ClientTimeout(total=5)) as answer:
+                return read_pulse((await answer.read()).decode("utf-8", "replace")) if answer.status == 200 else None
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return None
+
     async def _gone(self) -> bool:
         """Whether connections are refused for GONE_SECONDS; all requests that failed together share one probe."""
         if self._probing is None or self._probing.done():
@@ -166,8 +186,35 @@ async def connect(url: str, model: str, request_seconds: float) -> AsyncIterator
         yield Server(url, model, session)
 
 
+def read_pulse(metrics: str) -> Pulse | None:
+    """Tokens and requests out of a Prometheus page of SGLang; None when they are not there.
+
+    `realtime_tokens_total` moves while requests run; `generation_tokens_total` of some versions only at their end.
+    """
+    sums: dict[str, float] = {}
+    for line in metrics.splitlines():
+        name, _, rest = line.partition("{") if "{" in line else line.partition(" ")
+        if name in _PULSE_NAMES:
+            sums[name] = sums.get(name, 0.0) + float(rest.rpartition(" ")[2])
+    running = sums.get("sglang:num_running_reqs")
+    if running is None:
+        return None
+    tokens = sums.get("sglang:realtime_tokens_total", 0.0) + sums.get("sglang:generation_tokens_total", 0.0)
+    return Pulse(tokens, running + sums.get("sglang:num_queue_reqs", 0.0))
+
+
+_PULSE_NAMES = {
+    "sglang:realtime_tokens_total", "sglang:generation_tokens_total", "sglang:num_running_reqs", "sglang:num_queue_reqs"
+}  # fmt: skip
+
+
 def request_body(
-    model: str, messages: list[Message], tools: list[dict[str, Any]] | None, sampling: Sampling, seed: int
+    model: str,
+    messages: list[Message],
+    tools: list[dict[str, Any]] | None,
+    sampling: Sampling,
+    seed: int,
+    token_ids: bool = False,
 ) -> bytes:
     """The JSON of one chat completion. What is None is left out, so that the server's own default holds."""
     body: dict[str, Any] = {"model": model, "messages": messages, "stream": False, "seed": seed}
@@ -178,6 +225,8 @@ def request_body(
             body[name] = value
     if sampling.thinking is not None:
         body["chat_template_kwargs"] = {"enable_thinking": sampling.thinking}
+    if token_ids:
+        body["return_token_ids"] = True
     return msgspec.json.encode(body)
 
 

@@ -1,6 +1,7 @@
 """The GPUs of this box, as NVIDIA's driver shows them (NVML)."""
 
 import contextlib
+import os
 
 import msgspec
 import pynvml
@@ -72,3 +73,15 @@ def _gpu(index: int) -> Gpu:
         nvlinks=links,
         worn_out=worn_out,
     )
+
+
+def processors(index: int) -> set[int]:
+    """The CPUs near GPU `index` (its NUMA node); empty where the driver does not say."""
+    words = (os.cpu_count() or 1) // 64 + 1
+    try:
+        pynvml.nvmlInit()
+        mask = pynvml.nvmlDeviceGetCpuAffinity(pynvml.nvmlDeviceGetHandleByIndex(index), words)
+    except pynvml.NVMLError:
+        return set()
+    near = {64 * word + bit for word, bits in enumerate(mask) for bit in range(64) if bits >> bit & 1}
+    return near & os.sched_getaffinity(0)

@@ -12,6 +12,9 @@
 | gend:run:ID:counted        | set    | numbers of the done batches whose rows are in counts                        |
 | gend:box:BOX:offers        | list   | prompts that any server of the box may take, at the end: Offer as JSON       |
 | gend:box:BOX:takers        | hash   | Offer as JSON -> the worker that took it                                    |
+| gend:suspects              | hash   | RUN/PROMPT -> Suspicion as JSON: who was in flight when a server died       |
+| gend:lane                  | string | the worker that may try suspects in small company, expires                  |
+| gend:canary:MODEL          | string | set when some server with this model knew the canary's answer               |
 | gend:daemon                | string | the supervisor's view as JSON, expires                                      |
 | gend:worker:NAME           | string | a worker's own view as JSON, expires                                        |
 | gend:loader                | string | what the loader finds to be away, as JSON, expires                          |
@@ -40,6 +43,7 @@ import redis
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
+from gend.blame import Suspicion
 from gend.errors import LedgerUnavailable, SettingsError
 from gend.records import Run
 
@@ -112,6 +116,15 @@ return taken
 """
 
 
+# Enter the lane, or stay in it. KEYS lane; ARGV worker, ms.
+_ENTER_LANE = """
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+
+
 class Offer(msgspec.Struct, frozen=True):
     """One prompt of a batch that its owner lets any server of the box take: prompt `index` of the batch, from 0."""
 
@@ -122,11 +135,15 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class Control(msgspec.Struct, frozen=True, kw_only=True):
-    """What a person decided about a run, and why; kept in the store too, so that it outlives Redis."""
+    """What a person or an alarm decided about a run, and why; kept in the store too, so that it outlives Redis.
+
+    `drop`: what is in flight is dropped at once, rather than let to its end.
+    """
 
     state: State = "active"
     priority: Priority = "normal"
     reason: str = ""
+    drop: bool = False
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,6 +204,7 @@ class Ledger:
         self._renew = self.redis.register_script(_RENEW)
         self._give_back = self.redis.register_script(_GIVE_BACK)
         self._mark_done = self.redis.register_script(_MARK_DONE)
+        self._enter_lane = self.redis.register_script(_ENTER_LANE)
         self._take_offers = self.redis.register_script(_TAKE_OFFERS)
 
     # -- is it fit -----------------------------------------------------------------------------------------------
@@ -404,6 +422,37 @@ class Ledger:
         lines = [*waiting, *(line for line, name in takers.items() if name in live)]
         return {msgspec.json.decode(line, type=Offer) for line in lines}
 
+    # -- suspects: who was in flight when a server died -----------------------------------------------------------
+
+    def suspects(self) -> dict[str, Suspicion]:
+        """All suspects by key."""
+        with _redis_errors():
+            raw = cast(dict[str, str], self.redis.hgetall("gend:suspects"))
+        return {key: msgspec.json.decode(value, type=Suspicion) for key, value in raw.items()}
+
+    def change_suspects(self, accused: Mapping[str, Suspicion], cleared: Iterable[str]) -> None:
+        """Write down what a crash, or a row that came to its end, has shown."""
+        cleared = list(cleared)
+        with _redis_errors():
+            pipe = self.redis.pipeline(transaction=True)
+            if accused:
+                pipe.hset("gend:suspects", mapping={key: msgspec.json.encode(s) for key, s in accused.items()})
+            if cleared:
+                pipe.hdel("gend:suspects", *cleared)
+            pipe.execute()
+
+    def enter_lane(self, worker: str, seconds: float) -> bool:
+        """Whether this worker has the lane now, for so long."""
+        with _redis_errors():
+            return bool(self._enter_lane(keys=["gend:lane"], args=[worker, round(seconds * 1000)]))
+
+    def model_knows(self, model: str, learned: bool) -> bool:
+        """Whether any server with this model knew the canary's answer; `learned`: this one just did."""
+        with _redis_errors():
+            if learned:
+                self.redis.set(f"gend:canary:{model}", 1)
+            return learned or bool(self.redis.exists(f"gend:canary:{model}"))
+
     # -- hints: RQ -----------------------------------------------------------------------------------------------
 
     def stock(self, run: Run, wanted: int) -> int:
@@ -569,7 +618,7 @@ class Ledger:
         """Remember what people were told; `gone` holds no longer."""
         with _redis_errors():
             if told:
-                self.redis.hset("gend:notices", mapping=dict(told))
+                self.redis.hset("gend:notices", mapping={name: f"{at:.1f}" for name, at in told.items()})
             if names := list(gone):
                 self.redis.hdel("gend:notices", *names)
 

@@ -7,6 +7,7 @@ FOLDER/processes/NAME.json, so that the next daemon finds what a killed one left
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -81,6 +82,15 @@ class Process:
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
                 if os.getsid(process.pid) == self.pid and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def vital_parts(self) -> list[psutil.Process]:
+        """The children that SGLang cannot live without: those that it named `sglang::...`."""
+        found = []
+        for process in self.members():
+            with contextlib.suppress(psutil.Error):
+                if process.pid != self.pid and (process.cmdline() or [""])[0].startswith("sglang::"):
                     found.append(process)
         return found
 
@@ -201,6 +211,40 @@ def kept_by_systemd(pid: int) -> bool:
     """
     cgroups = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
     return any(line.endswith("/gend.service") for line in cgroups)
+
+
+def ended(process: psutil.Process) -> bool:
+    """Whether a process is gone, or only waits to be buried."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def describe(pid: int) -> str:
+    """A process in words; only its name, since its arguments may hold secrets."""
+    try:
+        return f"pid {pid} ({psutil.Process(pid).name()})"
+    except psutil.Error:
+        return f"pid {pid}"
+
+
+def dump(process: Process, log_lines: list[str], path: Path) -> None:
+    """Write down what a process that hangs can tell: the stacks of its members, where py-spy is there, and its log."""
+    spy = shutil.which("py-spy")
+    with open(path, "w") as out:
+        for member in process.members():
+            out.write(f"== {describe(member.pid)}\n")
+            if spy:
+                with contextlib.suppress(subprocess.SubprocessError):
+                    stacks = subprocess.run(
+                        [spy, "dump", "--nonblocking", "--pid", str(member.pid)],
+                        capture_output=True,
+                        text=True,
+                        timeout=5,
+                    )
+                    out.write(stacks.stdout or stacks.stderr)
+        out.write("== its log\n" + "\n".join(log_lines) + "\n")
 
 
 def die_with_parent(number: int = signal.SIGTERM) -> None:

@@ -23,6 +23,9 @@ class Slots:
         self.in_flight = 0
         self.closed = False
         self.changed = asyncio.Event()  # something was taken or given back: look again whether more is wanted
+        self._held_back = False
+        self._left = asyncio.Event()
+        self._one_alone = asyncio.Lock()
         self._rooms: dict[int, dict[str, deque[asyncio.Future[None]]]] = {}
 
     @property
@@ -38,8 +41,32 @@ class Slots:
             yield
         finally:
             self.in_flight -= 1
+            self._left.set()
             self._admit()
             self.changed.set()
+
+    @contextlib.asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """Hold the only slot for the block: wait until nothing is in flight, and let nothing else in meanwhile."""
+        async with self._one_alone:
+            if self.closed:
+                raise Draining("nothing new is sent")
+            self._held_back = True
+            try:
+                while self.in_flight:
+                    self._left.clear()
+                    await self._left.wait()
+                    if self.closed:
+                        raise Draining("nothing new is sent")
+                self.in_flight += 1
+                try:
+                    yield
+                finally:
+                    self.in_flight -= 1
+            finally:
+                self._held_back = False
+                self._admit()
+                self.changed.set()
 
     def waiting(self, rank: int | None = None) -> int:
         """How many prompts wait for a slot: all, or those of this rank or a higher priority."""
@@ -56,6 +83,7 @@ class Slots:
         """Send away all who wait (of one run, or of all for good): they raise Draining. Those in flight go on."""
         self.closed = self.closed or run is None
         self._send_away(Draining("nothing new is sent"), self._rooms, run)
+        self._left.set()
 
     def withdraw(self) -> None:
         """Send away all who wait but retries, so that any server of this box can take them: they raise Withdrawn."""
@@ -85,7 +113,7 @@ class Slots:
             raise
 
     def _admit(self) -> None:
-        while self.in_flight < self.limit:
+        while self.in_flight < self.limit and not self._held_back:
             future = self._next()
             if future is None:
                 return

@@ -14,20 +14,19 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from gend import processes, valkey
+from gend import canary, gpus, processes, valkey
 from gend.config import Settings
-from gend.engine import connect
+from gend.engine import Pulse, Server, connect
 from gend.errors import GendError, LedgerUnavailable, PromptRefused, ServerFault, SettingsError, Unavailable
 from gend.ledger import Event, Ledger
 from gend.notify import Notifier
 from gend.planner import Action, Child, Rules, State, Verb, plan
-from gend.records import Sampling
-from gend.server_command import PORTS_PER_SERVER, Seat, argv, environment, seats
+from gend.server_command import PORTS_PER_SERVER, Seat, argv, environment, fitting_names, seats
 
 log = logging.getLogger("gend.supervisor")
 
@@ -35,13 +34,33 @@ TICK_SECONDS = 0.1
 LOG_BYTES = 64 << 20  # a child's log is cut back beyond this, once a minute
 ORPHAN_LOOK_SECONDS = 2.0
 FIRST_STARTS = 2  # when every server has failed this often and none was ever ready, it is the settings
-CANARY = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
+CRASHES_WINDOW_SECONDS = 1800.0
+MTP_CRASHES = 3  # crashes within the window after which a server goes on without speculative decoding
+MTP_FLAGS = "speculative"
+SMALLEST_SHARE = 0.25
+CANARY_REFUSALS = 3
+WATCH_SECONDS = 1.0
+PROBE_SECONDS = 20.0  # SGLang itself calls a scheduler dead that does not answer /health for so long
+GPU_LEFT_BYTES = 2 << 30  # more than this in use on a GPU before a start is somebody's
 
 
 class Supervisor:
     """The children and what is known of them."""
 
-    def __init__(self, settings: Settings, config: Path, redis_url: str, places: list[Seat], until_idle: bool):
+    def __init__(
+        self,
+        settings: Settings,
+        config: Path,
+        redis_url: str,
+        places: list[Seat],
+        names: Mapping[str, str],
+        until_idle: bool,
+    ):
+        """`names`: what the installed SGLang calls flags that have another name there."""
+        self.flag_names = names
+        self.crashes: dict[str, list[float]] = {}  # server -> when it died of itself
+        self.notes: dict[str, str] = {}  # server -> what was changed for it, for status
+        self.gpus: list[gpus.Gpu] = []
         self.settings, self.config, self.redis_url = settings, config, redis_url
         self.folder, self.until_idle = settings.folder, until_idle
         self.seats = {f"server-{seat.number}": seat for seat in places}
@@ -80,7 +99,7 @@ class Supervisor:
             loop.add_signal_handler(number, self._asked_to_stop, signal.Signals(number).name)
         self._note("daemon", f"daemon is up, pid {os.getpid()}, {len(self.seats)} servers")
         self._meet_what_is_left()
-        beside = [asyncio.create_task(self._publish()), asyncio.create_task(self._keep_house())]
+        beside = [asyncio.create_task(work()) for work in (self._publish, self._keep_house, self._look_at_gpus)]
         if os.getpid() == 1:
             beside.append(asyncio.create_task(self._bury_orphans()))
         try:
@@ -127,6 +146,8 @@ class Supervisor:
                 self._enter(child, State.READY)
                 if child.needs:
                     self.running[child.name].say(b"ready\n")
+                elif child.name in self.seats:
+                    self.probes[child.name] = asyncio.create_task(self._watch(child))
             case Verb.STOP:
                 self._enter(child, State.STOPPING, action.reason)
                 self.running[child.name].terminate()
@@ -134,6 +155,7 @@ class Supervisor:
                 child.last_error = child.trouble or action.reason
                 child.failures += bool(child.trouble) or child.state == State.STARTING
                 self._enter(child, State.STOPPING, action.reason, logging.WARNING)
+                self._count_crash(child)
                 self.running[child.name].kill()
             case Verb.FAILED | Verb.GONE:
                 self._ended(child, action)
@@ -149,13 +171,14 @@ class Supervisor:
                 child.last_error = remains
                 self._enter(child, State.BLOCKED, remains, logging.ERROR)
                 return
-            process = processes.start(
-                self.folder, child.name, argv(self.settings, seat), environment(self.settings, seat), seat.port
-            )
+            command = self._server_argv(seat)
+            process = processes.start(self.folder, child.name, command, environment(self.settings, seat), seat.port)
+            self._stay_near(process, seat)
         else:
             command = [sys.executable, "-m", "gend", "--config", str(self.config)]
             if child.needs:
                 command += ["worker", "--number", number, "--url", self.seats[child.needs].url]
+                command += ["--share", f"{self._share(child.needs):.2f}"]
             else:
                 command += [child.name]  # loader, page
             process = processes.start(self.folder, child.name, command, os.environ, talk=bool(child.needs))
@@ -177,7 +200,10 @@ class Supervisor:
         if child.needs:
             self._release(child)
         healthy = child.state == State.READY and time.monotonic() - child.since > self.rules.healthy_seconds
+        if child.needs and child.exit_code == os.EX_PROTOCOL:
+            self.children[child.needs].trouble = "its worker saw a wrong canary"
         if action.verb == Verb.FAILED:
+            self._count_crash(child)
             child.failures = 1 if healthy else child.failures + 1
             tail = processes.log_tail(self.folder, child.name, 1)
             child.last_error = f"{action.reason}{': ' + tail[0][:200] if tail else ''}"
@@ -204,12 +230,49 @@ class Supervisor:
     def _note(self, kind: str, text: str, bad: bool = False) -> None:
         self.happened.append(Event(at=time.time(), kind=kind, text=text, bad=bad))
 
+    # -- a server that keeps dying -------------------------------------------------------------------------------
+
+    def _count_crash(self, child: Child) -> None:
+        if child.name in self.seats and child.ever_ready:
+            now = time.monotonic()
+            recent = [at for at in self.crashes.get(child.name, []) if now - at < CRASHES_WINDOW_SECONDS]
+            self.crashes[child.name] = [*recent, now]
+            self.notes[child.name] = ""
+            if (share := self._share(child.name)) < 1:
+                self.notes[child.name] = f"{share:.0%} of its slots after {len(recent) + 1} crashes"
+            if self._without_mtp(child.name):
+                self.notes[child.name] += ", speculative decoding off"
+
+    def _share(self, server: str) -> float:
+        """Of what a server can run, how much is used: three quarters of it for each crash after the first."""
+        return max(SMALLEST_SHARE, 0.75 ** max(0, len(self.crashes.get(server, [])) - 1))
+
+    def _without_mtp(self, server: str) -> bool:
+        speculative = any(MTP_FLAGS in flag for flag in self.settings.servers.flags)
+        return speculative and len(self.crashes.get(server, [])) >= MTP_CRASHES
+
+    def _server_argv(self, seat: Seat) -> list[str]:
+        dropped = MTP_FLAGS if self._without_mtp(f"server-{seat.number}") else ""
+        return argv(self.settings, seat, self.flag_names, dropped)
+
+    def _stay_near(self, process: processes.Process, seat: Seat) -> None:
+        """Keep a server on the CPUs of its GPU's NUMA node, where the box has several."""
+        if seat.gpus and (near := gpus.processors(seat.gpus[0])):
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(process.pid, near)
+
     def _remains(self, child: Child) -> str:
         """What of an earlier process is still in the way of this server, in words; empty when the place is clean."""
         seat = self.seats[child.name]
         for port in range(seat.port, seat.port + PORTS_PER_SERVER):
             if not processes.port_free(port):
                 return f"port {port} is held by {processes.port_holder(port)}"
+        ours = {member.pid for process in self.running.values() for member in process.members()}
+        for gpu in self.gpus:
+            if gpu.index in seat.gpus and gpu.used_bytes > GPU_LEFT_BYTES:
+                holders = [processes.describe(pid) for pid in gpu.pids if pid not in ours]
+                who = ", ".join(holders) or "a process that cannot be seen from here"
+                return f"GPU {gpu.index}: {gpu.used_bytes / 2**30:.0f} GiB are held by {who}"
         return ""
 
     def _release(self, worker: Child) -> None:
@@ -242,7 +305,7 @@ class Supervisor:
         for process in processes.left_behind(self.folder):
             name = process.identity.name
             seat, child = self.seats.get(name), self.children.get(name)
-            if seat and child and process.exit_code() is None and process.identity.argv == argv(self.settings, seat):
+            if seat and child and process.exit_code() is None and process.identity.argv == self._server_argv(seat):
                 log.info("%s: adopted, pid %d of an earlier daemon", name, process.pid)
                 self.running[name] = process
                 self._enter(child, State.STARTING, "adopted")
@@ -257,22 +320,71 @@ class Supervisor:
     # -- beside the loop -----------------------------------------------------------------------------------------
 
     async def _wait_until_it_answers(self, child: Child) -> None:
-        """Ready is when a real generation came back, not when a port opens."""
-        url = self.seats[child.name].url
-        sampling = Sampling(max_tokens=16, thinking=self.settings.sampling.thinking)
+        """Ready is when a real generation came back as expected, not when a port opens."""
+        url, refusals = self.seats[child.name].url, 0
         async with connect(url, self.settings.model.path, self.settings.servers.load_seconds) as server:
             while True:
                 try:
-                    await server.chat(CANARY, None, sampling, seed=1)
+                    await server.chat(canary.MESSAGES, None, canary.PLAIN, seed=1)
+                    fault = ""
+                    if self.settings.sampling.thinking:
+                        fault = canary.split_fault(await server.chat(canary.MESSAGES, None, canary.THINKING, seed=1))
                 except PromptRefused as error:
-                    child.last_error = f"refuses a plain prompt: {error}"
+                    fault = f"refuses a plain prompt: {error}"
                 except (ServerFault, Unavailable):
-                    pass  # refused connections while it loads are no failures; the deadline is the planner's
-                else:
+                    await asyncio.sleep(0.2)
+                    continue  # refused connections while it loads are no failures; the deadline is the planner's
+                refusals += bool(fault)
+                if not fault:
                     child.answers = True
                     self.news.set()
                     return
-                await asyncio.sleep(0.2)
+                child.last_error = fault
+                if refusals >= CANARY_REFUSALS:
+                    child.trouble = fault
+                    return
+                await asyncio.sleep(1.0)
+
+    async def _watch(self, child: Child) -> None:
+        """Alive means that tokens move while requests are out. A hang is ended only after a probe failed as well."""
+        stall_seconds, moved = self.settings.servers.stall_seconds, time.monotonic()
+        last: Pulse | None = None
+        parts = await asyncio.to_thread(self.running[child.name].vital_parts)
+        async with connect(self.seats[child.name].url, self.settings.model.path, PROBE_SECONDS) as server:
+            while not child.trouble:
+                await asyncio.sleep(WATCH_SECONDS)
+                if gone := [part for part in parts if processes.ended(part)]:
+                    child.trouble = f"its process {gone[0].pid} died"  # the leader needs 8 s more to notice
+                    break
+                pulse = await server.pulse()
+                idle = pulse is not None and pulse.requests == 0
+                if idle or (pulse is not None and (last is None or pulse.tokens != last.tokens)):
+                    moved = time.monotonic()
+                last = pulse or last
+                stalled = time.monotonic() - moved
+                if stalled > stall_seconds:
+                    if await self._probe(server):
+                        moved = time.monotonic()
+                    else:
+                        await self._dump(child)
+                        child.trouble = f"no token for {time.monotonic() - moved:.0f} s, and a probe failed"
+        self.news.set()
+
+    async def _probe(self, server: Server) -> bool:
+        try:
+            await server.chat(canary.MESSAGES, None, canary.PLAIN, seed=1)
+        except PromptRefused:
+            return True
+        except (ServerFault, Unavailable):
+            return False
+        return True
+
+    async def _dump(self, child: Child) -> None:
+        """Keep what a hanging server can tell: its log's tail, and its stacks where py-spy is there."""
+        dump = self.folder / "logs" / f"{child.name}.hang-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+        process = self.running[child.name]
+        await asyncio.to_thread(processes.dump, process, processes.log_tail(self.folder, child.name, 200), dump)
+        log.warning("%s hangs: what could be seen of it is in %s", child.name, dump)
 
     async def _publish(self) -> None:
         """Once a second: what `gend status` shows of the daemon, and whether everything is finished."""
@@ -315,6 +427,7 @@ class Supervisor:
                     "gpus": list(self.seats[child.name].gpus) if child.name in self.seats else [],
                     "pid": self.running[child.name].pid if child.name in self.running else None,
                     "restarts": max(0, child.starts - 1), "last_error": child.last_error,
+                    "note": self.notes.get(child.name, ""),
                 }
                 for child in self.children.values()
             ],
@@ -332,6 +445,14 @@ class Supervisor:
         while True:
             await asyncio.sleep(ORPHAN_LOOK_SECONDS)
             dead = await asyncio.to_thread(processes.bury, dead)
+
+    async def _look_at_gpus(self) -> None:
+        """Know who holds the GPUs: a start has to wait until the last server's memory is free."""
+        while any(seat.gpus for seat in self.seats.values()):
+            with contextlib.suppress(Unavailable):
+                driver = await asyncio.to_thread(gpus.read_driver)
+                self.gpus = driver.gpus if driver else []
+            await asyncio.sleep(1.0)
 
     async def _keep_house(self) -> None:
         """Cut back logs that grew too large, once a minute."""
@@ -383,9 +504,9 @@ def only_daemon(folder: Path) -> Iterator[None]:
         yield
 
 
-async def supervise(settings: Settings, config: Path, redis_url: str, until_idle: bool, gpus: int) -> int:
+async def supervise(settings: Settings, config: Path, redis_url: str, until_idle: bool, visible: int) -> int:
     """`gend up`: gives the exit code. Raises SettingsError, Unavailable."""
-    places = seats(settings, gpus)
+    places = seats(settings, visible)
     ledger = Ledger(redis_url, patience_seconds=2.0)
     # Then systemd starts us again, and a person at a terminal has an answer.
     deadline = time.monotonic() + settings.redis.patience_seconds
@@ -398,4 +519,5 @@ async def supervise(settings: Settings, config: Path, redis_url: str, until_idle
                 raise
             log.warning("%s; waiting up to %.0f s for it", error, deadline - time.monotonic())
             await asyncio.sleep(2.0)
-    return await Supervisor(settings, config, redis_url, places, until_idle).run()
+    names = await asyncio.to_thread(fitting_names, settings, places[0])
+    return await Supervisor(settings, config, redis_url, places, names, until_idle).run()

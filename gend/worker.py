@@ -6,6 +6,7 @@
     read      The batch's prompts, from the prompt set on this box.
     recover   The rows that earlier claims left in the spool.
     generate  What is missing; each row goes into the spool when it is there.
+    vouch     A canary asked after the last row came back right: the server was sane when it made them.
     put       One part with exactly one row for each prompt, written whole.
     mark      The batch is done: the last step that matters, in one line (`mark_done`).
     drop      The lease went with the mark; the spool is deleted.
@@ -28,13 +29,14 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import msgspec
 
 from gend import sets
+from gend.blame import suspect_key
 from gend.concurrency import Pilot, queue_wanted
 from gend.config import Settings
 from gend.engine import Server, connect
@@ -51,19 +53,23 @@ from gend.errors import (
     Unavailable,
     Withdrawn,
 )
+from gend.guard import Guard, paused_by_alarm
 from gend.ledger import PRIORITIES, Control, Ledger, Offer, queue_name
 from gend.records import Batch, Prompt, Reply, Row, Run, Usage, counts_of, part_key, row_seed
 from gend.rq_worker import Delivery, RQWorker
 from gend.slots import RETRY, Slots
 from gend.spool import Spool
 from gend.store import Store, open_store
-from gend.verdict import ABORT, ERROR, REFUSED, judge
+from gend.verdict import ABORT, ERROR, LOOP, POISON, REFUSED, judge, retries_left
 
 log = logging.getLogger("gend.worker")
 T = TypeVar("T")
 
 READY = b"ready\n"
 """What the supervisor writes to our stdin when the server is ready."""
+
+SERVER_WRONG = os.EX_PROTOCOL
+"""Exit code: the server answers nonsense; its rows since the last right canary were dropped."""
 
 SERVER_GONE = os.EX_TEMPFAIL
 """Exit code: the server is gone, everything was given back; start me again when it is ready."""
@@ -78,14 +84,27 @@ class Held:
         self.run, self.batch, self.claim, self.task = run, batch, claim, task
         self.spool: Spool | None = None
         self.lost = False
+        self.vouched = 0  # bytes of the spool up to which the server is known to have been sane
         self.elsewhere: dict[Offer, tuple[str, asyncio.Future[bool]]] = {}  # offered -> its prompt's id, whether made
 
 
 class Worker:
     """One server kept full, across batches and runs."""
 
-    def __init__(self, settings: Settings, number: int, server: Server, box: str, name: str):
-        """`box` is shared by all workers of this box, which share its spool; `name` is new at each start."""
+    def __init__(
+        self,
+        settings: Settings,
+        number: int,
+        server: Server,
+        ledger: Ledger,
+        store: Store,
+        box: str,
+        name: str,
+        share: float = 1.0,
+    ):
+        """`box` is shared by all workers of this box, which share its spool; `name` is new at each start. `share` of
+        what the server can run is used: less than 1 after crashes that nobody is to blame for."""
+        self.ledger, self.store, self.rq = ledger, store, RQWorker(ledger.raw, name)
         self.box = box
         self.settings, self.number, self.server, self.name = settings, number, server, name
         self.slots = Slots()
@@ -96,12 +115,9 @@ class Worker:
         self.server_gone = self.broken = False
         self.outages: dict[str, tuple[float, str]] = {}  # what is away -> since when, and why
         self.totals: Counter[str] = Counter()
-        self.ledger: Ledger
-        self.rq: RQWorker
-        self.store: Store
         self._loop = asyncio.get_running_loop()
         self._ready = asyncio.Event()
-        self._pilot = Pilot(fixed=settings.work.in_flight)
+        self._pilot = Pilot(fixed=settings.work.in_flight, share=share)
         self._faults = 0
         self._to_offer: list[tuple[Held, Offer, str, asyncio.Future[bool]]] = []
         self._claims = itertools.count()
@@ -110,6 +126,7 @@ class Worker:
         self._redis_thread = ThreadPoolExecutor(1, thread_name_prefix="redis")
         self._disk_threads = ThreadPoolExecutor(2, thread_name_prefix="disk")
         self._store_threads = ThreadPoolExecutor(8, thread_name_prefix="store")
+        self.guard = Guard(settings, name, server, self.slots, ledger, self._redis, self.draining)
 
     # -- the life of a batch -------------------------------------------------------------------------------------
 
@@ -122,6 +139,8 @@ class Worker:
             return
         held = self.held[run.id, number] = Held(run, batch, claim, task)
         try:
+            with contextlib.suppress(LedgerUnavailable):
+                await self.guard.look_at_suspects()
             await self._finish_batch(run, batch, held)
         except BaseException as error:
             for reason in _leaves(error):
@@ -129,6 +148,7 @@ class Worker:
                     self._server_is_gone(reason)
                 elif not isinstance(reason, asyncio.CancelledError | Draining | LeaseLost):
                     raise
+            await self.guard.accuse()
             log.info("batch %s: given back, %s", batch, "lease lost" if held.lost else "its rows stay in the spool")
             if not held.lost:
                 with contextlib.suppress(LedgerUnavailable):  # the lease ends by itself
@@ -179,6 +199,8 @@ class Worker:
             ]
         if not all(task.result() for task in tasks):
             raise Draining(f"batch {batch}: some of its rows were not begun")
+        if tasks:
+            await self.guard.vouch()
         return await self._patiently("disk", self._disk_threads, spool.part, [prompt.id for prompt in prompts])
 
     async def _see_to_row(self, run: Run, batch: Batch, index: int, prompt: Prompt, held: Held, spool: Spool) -> bool:
@@ -198,8 +220,11 @@ class Worker:
                 finally:
                     held.elsewhere.pop(offer, None)
 
-    async def _make_row(self, run: Run, batch: Batch, prompt: Prompt, spool: Spool) -> None:
+    async def _make_row(self, run: Run, batch: Batch, prompt: Prompt, spool: Spool, vouch: bool = False) -> None:
+        """One prompt to one row in the spool. `vouch`: only once a canary has shown that the server is sane."""
         row = await self._generate(run, batch, prompt)
+        if vouch:
+            await self.guard.vouch()
         self.totals["rows"] += 1
         self.totals["prompt_tokens"] += row.usage.prompt_tokens
         self.totals["completion_tokens"] += row.usage.completion_tokens
@@ -209,24 +234,42 @@ class Worker:
             spool.append(line)  # into the page cache: a matter of microseconds, and any kill leaves it there
         except DiskUnavailable:
             await self._patiently("disk", self._disk_threads, spool.append, line)
+        if why := self.guard.alarm(run, row):
+            await self._alarm(run, why)
 
     async def _generate(self, run: Run, batch: Batch, prompt: Prompt) -> Row:
-        rank = self._rank(run.id)
+        """One prompt to one row: attempts with new seeds as the policy says; the machinery's faults use up none."""
+        key, rank = suspect_key(run.id, prompt.id), self._rank(run.id)
+        row = Row(
+            id=prompt.id, run=run.id, batch=batch.number, messages=prompt.messages, tools=prompt.tools,
+            verdict=ERROR, server=str(self.number),
+        )  # fmt: skip
+        well = False
+        try:
+            await self._attempt(run, prompt, row, key, rank)
+            well = True
+        except ServerUnavailable:
+            self.guard.crashed()
+            raise
+        finally:
+            await self.guard.ended(key, well)
+        return row
+
+    async def _attempt(self, run: Run, prompt: Prompt, row: Row, key: str, rank: int) -> None:
         attempts = blames = 0
         pause = 0.5
         while True:
-            async with self.slots.slot(RETRY if attempts + blames else rank, run.id):
-                seed = row_seed(run.sampling.seed, prompt.id, attempts)
+            if why := self.guard.poison(key):
+                row.verdict, row.error = POISON, why
+                return
+            async with self.guard.place(key, RETRY if attempts + blames else rank, run.id):
+                row.attempts, row.seed = attempts + 1, row_seed(run.sampling.seed, prompt.id, attempts)
                 completed, started = self.server.completed, time.monotonic()
-                row = Row(
-                    id=prompt.id, run=run.id, batch=batch.number, messages=prompt.messages, tools=prompt.tools,
-                    verdict=ERROR, attempts=attempts + 1, seed=seed, server=str(self.number),
-                )  # fmt: skip
                 try:
-                    reply = await self._converse(run, prompt, row, seed)
+                    reply = await self._converse(run, prompt, row)
                 except PromptRefused as error:
                     row.verdict, row.error = REFUSED, str(error)
-                    return row
+                    return
                 except ServerFault as error:
                     fault = str(error)
                     self._faults += 1
@@ -234,7 +277,10 @@ class Worker:
                     row.seconds = round(time.monotonic() - started, 3)
                     row.verdict = judge(reply, run.sampling)
                     if row.verdict != ABORT:
-                        return row
+                        attempts += 1
+                        if not self._again(row, attempts):
+                            return
+                        continue
                     fault = "the server aborted the request"
             # The machinery failed, and a row fails only for its own sake: so it is blamed only when others completed
             # on this server in the meantime.
@@ -242,19 +288,24 @@ class Worker:
                 blames += 1
             if blames >= BLAMES:
                 row.verdict, row.error = ERROR, fault
-                return row
+                return
             await asyncio.sleep(pause)
             pause = min(pause * 2, 30.0)
 
-    async def _converse(self, run: Run, prompt: Prompt, row: Row, seed: int) -> Reply:
+    def _again(self, row: Row, attempts: int) -> bool:
+        # A loop that ended by itself is an odd reply, not a broken one: kept, and for `gend retry` to make again.
+        ended = row.verdict == LOOP and row.finish_reason != "length"
+        return not ended and retries_left(row.verdict, attempts, self.settings.verdicts)
+
+    async def _converse(self, run: Run, prompt: Prompt, row: Row) -> Reply:
         """Ask the prompt, then each follow-up with the replies so far as context; fills the row."""
-        messages = list(prompt.messages)
-        reply = await self.server.chat(messages, prompt.tools, run.sampling, seed)
+        messages, seed, ids = list(prompt.messages), row.seed, self.settings.work.token_ids
+        reply = await self.server.chat(messages, prompt.tools, run.sampling, seed, ids)
         usage = reply.usage
         for follow_up in prompt.follow_ups:
             turn = {"role": "assistant", "content": reply.content, "reasoning_content": reply.reasoning_content}
             messages += [{name: value for name, value in turn.items() if value is not None}, follow_up]
-            reply = await self.server.chat(messages, prompt.tools, run.sampling, seed)
+            reply = await self.server.chat(messages, prompt.tools, run.sampling, seed, ids)
             usage = Usage(*(a + b for a, b in zip(_tokens(usage), _tokens(reply.usage), strict=True)))
         row.messages, row.usage = messages, usage
         row.content, row.reasoning_content = reply.content, reply.reasoning_content
@@ -362,13 +413,14 @@ class Worker:
             )  # fmt: skip
             spool = Spool(self.settings.folder, batch, f"{self.name}.{next(self._claims)}")
             try:
-                await self._make_row(run, batch, prompts[0], spool)
+                await self._make_row(run, batch, prompts[0], spool, vouch=True)
             finally:
                 spool.close()
         except ServerUnavailable as error:
             self._server_is_gone(error)
         except (KeyError, Withdrawn, Draining, DiskUnavailable, asyncio.CancelledError):
             pass  # not to be made here after all: closing the offer sends it back to its owner
+        await self.guard.accuse()
         with contextlib.suppress(LedgerUnavailable):  # its owner finds the row, or that we are gone
             await self._redis(self.ledger.close_offers, self.box, [offer])
 
@@ -405,10 +457,11 @@ class Worker:
     # -- what goes on beside -------------------------------------------------------------------------------------
 
     async def _look_at_runs(self) -> None:
-        """Keep runs and what people decided about them fresh; stop what is not to be done any more."""
+        """Keep runs, suspects and what was decided about runs fresh; stop what is not to be done any more."""
         while True:
             try:
                 runs, controls = await self._redis(self.ledger.runs), await self._redis(self.ledger.controls)
+                await self.guard.look_at_suspects()
             except LedgerUnavailable as error:
                 self._away("redis", error)
             else:
@@ -418,13 +471,50 @@ class Worker:
                     if name in self.runs or sets.present(self.settings.folder, run.set.fingerprint)
                 }  # fmt: skip
                 self.controls = controls
-                for held in list(self.held.values()):
-                    state = controls.get(held.run.id, Control()).state
-                    if state != "active":
-                        self.slots.close(held.run.id)
-                    if state == "cancelled":
-                        held.task.cancel()
+                self._stop_what_is_stopped()
             await asyncio.sleep(1.0)
+
+    def _stop_what_is_stopped(self) -> None:
+        for held in list(self.held.values()):
+            control = self.controls.get(held.run.id, Control())
+            if control.state != "active":
+                self.slots.close(held.run.id)
+                if control.drop:
+                    held.task.cancel()
+
+    async def _alarm(self, run: Run, why: str) -> None:
+        """Too many rows of this run are bad: pause it, or only say so."""
+        log.error("run %s, server %d: %s", run.id, self.number, why)
+        with contextlib.suppress(LedgerUnavailable):
+            await self._redis(self.ledger.event, "alarm", f"run {run.id}, server {self.number}: {why}", True)
+        if self.settings.alarm.action == "pause" and run.id in self._active():
+            paused = paused_by_alarm(self.controls.get(run.id, Control()), f"alarm, server {self.number}: {why}")
+            self.controls[run.id] = paused
+            self._stop_what_is_stopped()
+            await self._patiently("redis", self._redis_thread, self.ledger.set_control, run.id, paused)
+
+    async def _ask_canaries(self) -> None:
+        """Ask the guard's canaries; when one is wrong, drop the rows since the last right one, and end."""
+        await self._ready.wait()
+        try:
+            await self.guard.ask_canaries(self._vouch_up_to_now)
+        except ServerUnavailable as error:
+            self._server_is_gone(error)
+        else:
+            log.error("server %d: %s; its last rows are made again", self.number, self.guard.wrong)
+            self.draining.set()
+
+    def _vouch_up_to_now(self) -> Callable[[bool], Awaitable[None]]:
+        ends = {held: held.spool.end for held in self.held.values() if held.spool}
+
+        async def answered(right: bool) -> None:
+            for held in list(self.held.values()):
+                if right:
+                    held.vouched = ends.get(held, held.vouched)
+                elif held.spool:
+                    await self._patiently("disk", self._disk_threads, held.spool.cut_back, held.vouched)
+
+        return answered
 
     async def _keep_leases(self) -> None:
         """Renew the leases of all batches in hand; drop what somebody else has by now."""
@@ -437,6 +527,7 @@ class Worker:
                         self.held[key].lost = True
                         self.held[key].task.cancel()
                 await self._redis(self.rq.beat)
+                await self.guard.keep_lane()
             except LedgerUnavailable as error:
                 self._away("redis", error)
                 await asyncio.sleep(0.2)  # the leases may have ended: be the first when Redis is back
@@ -489,7 +580,8 @@ class Worker:
         await self._patiently("redis", self._redis_thread, self.rq.open)
         async with asyncio.TaskGroup() as beside:
             looks = (self._look_at_runs, self._keep_leases, self._publish, self._follow_load, self._sync_spool)
-            side = [beside.create_task(work()) for work in (*looks, self._feed, self._collect, self._listen)]
+            more = (self._feed, self._collect, self._listen, self._ask_canaries)
+            side = [beside.create_task(work()) for work in (*looks, *more)]
             await self.draining.wait()
             await self._drain()
             for task in side:
@@ -497,7 +589,7 @@ class Worker:
         with contextlib.suppress(LedgerUnavailable):
             await self._redis(self.rq.close)
             await self._redis(self.ledger.unpublish, f"gend:worker:{self.name}")
-        return SERVER_GONE if self.server_gone else 1 if self.broken else 0
+        return SERVER_GONE if self.server_gone else SERVER_WRONG if self.guard.wrong else 1 if self.broken else 0
 
     async def _listen(self) -> None:
         """The supervisor says `ready` on our stdin when the server is; the end of stdin means that it is gone."""
@@ -511,7 +603,7 @@ class Worker:
     async def _drain(self) -> None:
         """Send nothing new, let what is in flight end for a while, give back the rest."""
         self.slots.close()
-        if self._batches and not self.server_gone and not self.broken:
+        if self._batches and not (self.server_gone or self.broken or self.guard.wrong):
             await asyncio.wait(self._batches, timeout=self.settings.work.drain_seconds)
         for task in self._batches:
             task.cancel()
@@ -573,11 +665,9 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
-async def work(settings: Settings, redis_url: str, number: int, url: str, box: str, name: str) -> int:
+async def work(settings: Settings, redis_url: str, number: int, url: str, box: str, name: str, share: float) -> int:
     """The worker process: its whole life. Gives the exit code."""
+    ledger = Ledger(redis_url)
+    store = open_store(settings.store)
     async with connect(url, settings.model.path, settings.work.request_seconds) as server:
-        worker = Worker(settings, number, server, box, name)
-        worker.ledger = Ledger(redis_url)
-        worker.rq = RQWorker(worker.ledger.raw, name)
-        worker.store = open_store(settings.store)
-        return await worker.run()
+        return await Worker(settings, number, server, ledger, store, box, name, share).run()

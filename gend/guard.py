@@ -1,0 +1,206 @@
+"""A worker's guard: is its server sane, which prompt killed it, and are the rows any good? Part of the worker's flow.
+
+- Canaries (canary.py): a batch's part is put only when a canary asked after its last row came back right. Rows made
+  since the last right one are dropped and made again, and the server with them.
+- Suspects (blame.py): the prompts that were in flight when a server died are tried again in smaller company.
+- The alarm (verdict.py): when too many rows are bad, the run is paused, before a night of them is made.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from gend import canary
+from gend.blame import AT_A_SERVER, IN_THE_LANE, Suspicion, accuse
+from gend.config import Settings
+from gend.engine import Server
+from gend.errors import Draining, LedgerUnavailable, PromptRefused, ServerFault, ServerUnavailable
+from gend.ledger import Control, Ledger
+from gend.records import Reply, Row, Run
+from gend.slots import Slots
+from gend.verdict import EMPTY, JUNK, LOOP, Alarm
+
+log = logging.getLogger("gend.worker")
+T = TypeVar("T")
+
+CANARY_SECONDS = 120.0
+"""A canary at least so often, also while no batch waits for one."""
+
+LANE_SECONDS = 10.0
+
+
+class Guard:
+    """What one worker watches. `redis(call, *args)` runs a call of the ledger in the worker's Redis thread."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        name: str,
+        server: Server,
+        slots: Slots,
+        ledger: Ledger,
+        redis: Callable[..., Any],
+        draining: asyncio.Event,
+    ):
+        self._settings, self._name, self._server, self._slots = settings, name, server, slots
+        self._ledger, self._redis, self._draining = ledger, redis, draining
+        self.suspects: dict[str, Suspicion] = {}
+        self.wrong = ""  # why the server is not sane, once it is not
+        self._knows: bool | None = None  # whether the model can answer canaries at all; None: not asked yet
+        self._wanted = asyncio.Event()
+        self._begun = self._good = 0
+        self._news = asyncio.Event()
+        self._out: set[str] = set()
+        self._crashed_with: set[str] | None = None
+        self._accusing = asyncio.Lock()
+        self._few, self._lane = asyncio.Semaphore(AT_A_SERVER), asyncio.Semaphore(IN_THE_LANE)
+        self._in_lane = 0
+        self._alarms: dict[str, Alarm] = {}
+
+    # -- is the server sane --------------------------------------------------------------------------------------
+
+    async def vouch(self) -> None:
+        """Wait for the answer to a canary that is asked after this call. Raises Draining if the server is not sane."""
+        needed = self._begun + 1
+        while self._knows is not False and self._good < needed:
+            if self.wrong:
+                raise Draining("the server is not sane")
+            self._wanted.set()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), 1.0)
+
+    async def ask_canaries(self, vouch_up_to_now: Callable[[], Callable[[bool], Any]]) -> None:
+        """Ask a canary whenever somebody waits for one, at most one a second, until one is wrong.
+
+        `vouch_up_to_now()` is called before each is asked and remembers where the rows end; what it gives is called
+        with whether the answer was right. Raises ServerUnavailable.
+        """
+        while not self.wrong:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wanted.wait(), CANARY_SECONDS)
+            self._wanted.clear()
+            self._begun += 1
+            ticket, verdict = self._begun, vouch_up_to_now()
+            try:
+                right = await self._right(ticket)
+            except ServerFault:
+                await asyncio.sleep(1.0)
+                continue
+            await verdict(right)
+            self._good = ticket
+            self._news.set()
+            self._news = asyncio.Event()
+            await asyncio.sleep(1.0)
+
+    async def _right(self, ticket: int) -> bool:
+        try:
+            said = await self._ask(ticket)
+            if not canary.knows(said) and self._knows:
+                said = await self._ask(ticket + 1)  # one wrong word may be chance
+        except PromptRefused:
+            self._knows = False
+            return True
+        right = canary.knows(said)
+        if self._knows is None:
+            with contextlib.suppress(LedgerUnavailable):
+                # What another server with this model knew, this one must know too.
+                self._knows = await self._redis(self._ledger.model_knows, self._server.model, right)
+        if right or not self._knows:
+            return True
+        self.wrong = f"wrong canary: it says {(said.content or '')[:60]!r} where Paris is right"
+        return False
+
+    async def _ask(self, seed: int) -> Reply:
+        return await self._server.chat(canary.MESSAGES, None, canary.PLAIN, seed)
+
+    # -- who killed the server -----------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def place(self, key: str, rank: int, run: str) -> AsyncIterator[None]:
+        """A slot; for a suspect one in small company, or alone. Raises Draining, Withdrawn."""
+        stage = self.suspects[key].stage if key in self.suspects else 0
+        async with contextlib.AsyncExitStack() as stack:
+            if stage == 1:
+                await stack.enter_async_context(self._few)
+            if stage >= 2:
+                await stack.enter_async_context(self._lane)
+                await self._enter_lane()
+                stack.callback(self._leave_lane)
+            await stack.enter_async_context(self._slots.alone() if stage >= 3 else self._slots.slot(rank, run))
+            self._out.add(key)
+            yield
+
+    def poison(self, key: str) -> str:
+        """Why this prompt is not sent any more, or empty."""
+        suspicion = self.suspects.get(key)
+        return f"a server died {suspicion.alone} times with it alone" if suspicion and suspicion.poison else ""
+
+    def crashed(self) -> None:
+        """The server is gone: remember who was in flight, at the first sign of it."""
+        if self._crashed_with is None:
+            self._crashed_with = set(self._out)
+
+    async def ended(self, key: str, well: bool) -> None:
+        """A prompt is at its end, here: with `well` it has a row, and is no suspect any more."""
+        self._out.discard(key)
+        if well and self.suspects.pop(key, None):
+            with contextlib.suppress(LedgerUnavailable):  # then it is tried in small company once more
+                await self._redis(self._ledger.change_suspects, {}, [key])
+
+    async def accuse(self) -> None:
+        """Write down who was in flight when the server died: once, and before anybody can claim their batches."""
+        async with self._accusing:
+            if self._crashed_with:
+                with contextlib.suppress(LedgerUnavailable):
+                    known = await self._redis(self._ledger.suspects)
+                    accused, cleared = accuse(self._crashed_with, known)
+                    await self._redis(self._ledger.change_suspects, accused, cleared)
+                    log.warning("the server died with %d in flight: %d suspects", len(self._crashed_with), len(accused))
+                self._crashed_with = set()
+
+    async def look_at_suspects(self) -> None:
+        """Learn who is a suspect: once a second, and after each claim. Raises LedgerUnavailable."""
+        self.suspects = await self._redis(self._ledger.suspects)
+
+    async def keep_lane(self) -> None:
+        """Keep the lane while a suspect is in it. Raises LedgerUnavailable."""
+        if self._in_lane:
+            await self._redis(self._ledger.enter_lane, self._name, LANE_SECONDS)
+
+    async def _enter_lane(self) -> None:
+        while True:
+            with contextlib.suppress(LedgerUnavailable):
+                if await self._redis(self._ledger.enter_lane, self._name, LANE_SECONDS):
+                    self._in_lane += 1
+                    return
+            if self._draining.is_set():
+                raise Draining("nothing new is sent")
+            await asyncio.sleep(0.2)
+
+    def _leave_lane(self) -> None:
+        self._in_lane -= 1  # the lane is free LANE_SECONDS later, or stays ours for the next suspect
+
+    # -- are the rows any good -----------------------------------------------------------------------------------
+
+    def alarm(self, run: Run, row: Row) -> str:
+        """Count a row of a run; why the run should not go on like this, or empty."""
+        settings = self._settings.alarm
+        if settings.action == "off" or (row.verdict == LOOP and row.finish_reason != "length"):
+            return ""  # a loop that ended by itself is an odd reply, not a broken one
+        if row.verdict in (JUNK, EMPTY):
+            self._wanted.set()
+        alarm = self._alarms.setdefault(run.id, Alarm(settings))
+        alarm.add(row.verdict, f"{row.reasoning_content or ''}{row.content or ''}")
+        why = alarm.verdict(self._slots.in_flight)
+        if why:
+            del self._alarms[run.id]  # after a resume, or a warning, it begins anew
+        return why or ""
+
+
+def paused_by_alarm(before: Control, why: str) -> Control:
+    """What an alarm makes of a run: paused, with what is in flight dropped."""
+    return msgspec.structs.replace(before, state="paused", reason=why, drop=True)
