@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from gend import prompt_files
 from gend.errors import PromptError, SettingsError
-from gend.prompts import ReadOptions, Rejection, _HashTable, read_prompts
+from gend.hash_table import HashTable
+from gend.prompts import ReadOptions, Rejection, read_prompts
 from gend.records import Prompt
 
 DEFAULTS = ReadOptions()
@@ -348,7 +349,7 @@ def test_many_duplicates_of_one_id_take_no_longer_each(tmp_path: Path) -> None:
 
 @given(st.lists(st.lists(st.sampled_from([0, 1, 255]), min_size=6, max_size=6).map(bytes), max_size=30))
 def test_the_table_of_hashes_finds_what_was_added_and_nothing_between_two_entries(keys: list[bytes]) -> None:
-    table, expected = _HashTable(), dict[int, int]()
+    table, expected = HashTable(), dict[int, int]()
     for key in (int.from_bytes(key, "big") for key in keys):  # all in the first bucket
         assert table.get(key) == expected.get(key)
         if key in expected:
