@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.lone import STEPS, Lone, LoneWorker, die, done_without_part, kill_at, started_since, wrap
+from harness.daemon import Daemon
+from harness.lone import STEPS, Lone, LoneWorker, die, done_without_part, kept_ids, kill_at, started_since, wrap
 from harness.processes import wait_until
-from harness.reader import FolderParts, Seen, assert_whole, write_prompts
+from harness.reader import FolderParts, Seen, assert_whole, times_finished, write_prompts
 from harness.services import FakeServer, Ports, Valkey
 from rq import Queue
 from rq.serializers import JSONSerializer
@@ -237,3 +238,69 @@ def cut_the_power(box: Path, journal: Path) -> None:
 
     for folder in (box / "work", box / "store"):
         cut(folder)
+
+
+# ---- a daemon, and its processes one after the other
+
+MODEST = ("--speed", "2", "--max-running-requests", "8")
+"""Servers that make some 30 rows a second each, so that there is something to interrupt."""
+
+
+def test_each_process_of_a_daemon_is_killed(make_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
+    daemon = make_daemon(servers=2, server_flags=MODEST)
+    source = write_prompts(tmp_path / "prompts.jsonl", 500)
+    run, store = daemon.enqueue(source), FolderParts(daemon.store)
+    daemon.start().wait_for_processes(workers=2, servers=2)
+    kept_at: list[tuple[set[str], float]] = []
+
+    def rows_come() -> None:
+        before = len(kept_ids(daemon.work, daemon.store, run))
+        wait_until(lambda: len(kept_ids(daemon.work, daemon.store, run)) > before, "rows come", failed=daemon.logs)
+
+    def remember() -> None:
+        kept_at.append((kept_ids(daemon.work, daemon.store, run), time.time()))
+
+    rows_come()
+    for find in (lambda: daemon.workers()[0], lambda: daemon.servers()[1], daemon.valkey, daemon.loader):
+        victim = find()
+        assert victim is not None
+        daemon.kill(victim)
+        remember()
+        rows_come()
+    daemon.kill(daemon.supervisor)
+    remember()
+    daemon.start().wait_for_processes(workers=2, servers=2)
+    rows_come()
+    for process in (daemon.supervisor, *daemon.all_processes()):
+        daemon.kill(process)
+    remember()
+    assert not daemon.survivors()
+    daemon.run_until_idle()
+    assert_no_attempt_was_used_up(assert_whole(store, source, run))
+    for number, (kept, moment) in enumerate(kept_at):
+        assert not kept & started_since(daemon.request_log, source, moment), f"made again after kill {number}"
+    (progress,) = daemon.status()["runs"]
+    assert (progress["state"], progress["rows_done"], progress["verdicts"]) == ("finished", 500, {"ok": 500})
+    assert not daemon.survivors()
+
+
+def test_a_second_daemon_is_refused_and_two_sigterms_drain(
+    make_daemon: Callable[..., Daemon], valkey: Valkey, tmp_path: Path
+) -> None:
+    daemon = make_daemon(servers=1, redis=valkey.url, server_flags=("--speed", "1"))
+    source = write_prompts(tmp_path / "prompts.jsonl", 400)
+    run = daemon.enqueue(source)
+    daemon.start().wait_for_processes(workers=1, servers=1)
+    wait_until(lambda: kept_ids(daemon.work, daemon.store, run), "rows come", failed=daemon.logs)
+    refused = daemon.cli("up", code=2).stderr
+    assert str(daemon.supervisor.pid) in refused, refused
+    daemon.supervisor.terminate()
+    daemon.supervisor.terminate()
+    assert daemon.wait() == 0
+    assert not daemon.survivors()
+    assert not Ledger(valkey.url).leased(run), "its batches are free at once"
+    assert set(times_finished(daemon.request_log, source)) == kept_ids(daemon.work, daemon.store, run)
+    daemon.mode("slow", speed=1e9)
+    daemon.run_until_idle()
+    assert_whole(FolderParts(daemon.store), source, run)
+    assert set(times_finished(daemon.request_log, source).values()) == {1}, "what was in flight came to its end"

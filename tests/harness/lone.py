@@ -224,18 +224,24 @@ class Lone:
         return "\n".join(f"---- {worker.log.name}\n{worker.log.read_text()[-3000:]}" for worker in self.workers)
 
     def kept(self, run: Run) -> set[str]:
-        """Ids of all rows that are whole in the spool or in a part: none of them may be made again."""
-        lines: list[bytes] = []
-        for rows in (self.work / "spool" / run.id).glob("*/*.rows"):
-            lines += [row for line in rows.read_bytes().split(b"\n") if (row := checked_row(line))]
-        for part in (self.store_folder / "runs" / run.id / "parts").glob("*.jsonl"):
-            if PART_NAME.match(part.name):
-                lines += part.read_bytes().splitlines()
-        return {json.loads(line)["id"] for line in lines}
+        return kept_ids(self.work, self.store_folder, run.id)
 
     def end(self) -> None:
         for worker in self.workers:
             worker.end()
+
+
+def kept_ids(work: Path, store: Path, run: str) -> set[str]:
+    """Ids of all rows that are whole in the spool or in a part: none of them may be made again."""
+    lines: list[bytes] = []
+    # The spool first: rows move from there into parts.
+    for rows in (work / "spool" / run).glob("*/*.rows"):
+        with contextlib.suppress(FileNotFoundError):
+            lines += [row for line in rows.read_bytes().split(b"\n") if (row := checked_row(line))]
+    for part in (store / "runs" / run / "parts").glob("*.jsonl"):
+        if PART_NAME.match(part.name):
+            lines += part.read_bytes().splitlines()
+    return {json.loads(line)["id"] for line in lines}
 
 
 def started_since(log: Path, source: Path, since: float) -> set[str]:
