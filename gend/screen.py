@@ -9,7 +9,7 @@ import signal
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from gend.errors import LedgerUnavailable
@@ -85,43 +85,38 @@ class _Screen:
     def servers(self, status: Status) -> Iterator[str]:
         servers = status.servers
         own = all(server.gpus == [server.number] for server in servers)
-        # Title, how much it matters where the screen is narrow (0 always stays), and the cell of each server.
+        # Title, which goes first where the screen is narrow (the highest number; 0 stays), and the cell of each server.
         columns: list[tuple[str, int, list[str]]] = [
             ("gpu" if own else "srv", 0, [str(s.number) for s in servers]),
             *([] if own else [("gpu", 5, [",".join(map(str, s.gpus)) or "-" for s in servers])]),
             ("state", 0, [s.state for s in servers]),
             ("for", 2, [_short(status.at - s.since) for s in servers]),
             ("running", 0, [f"{s.in_flight}/{s.limit}" for s in servers]),
-            ("wait", 6, [str(s.waiting) for s in servers]),
-            ("limit", 7, [s.limited_by if s.limit else "" for s in servers]),
-            ("tokens/s", 1, [f"{s.tokens_per_second:,.0f}" for s in servers]),
+            ("wait", 5, [str(s.waiting) for s in servers]),
+            ("limit", 4, [s.limited_by if s.limit else "" for s in servers]),
+            ("tok/s", 1, [f"{s.tokens_per_second:,.0f}" for s in servers]),
             ("rows", 3, [f"{s.rows:,}" for s in servers]),
-            ("idle", 4, [f"{s.idle_share:.0%}" if s.idle_share is not None else "-" for s in servers]),
-            ("restarts", 5, [str(s.restarts) for s in servers]),
-            ("mem", 8, [_share(s.memory_used_bytes, s.memory_total_bytes) for s in servers]),
-            ("temp", 8, ["" if s.celsius is None else f"{s.celsius} C" for s in servers]),
+            ("idle", 3, [f"{s.idle_share:.0%}" if s.idle_share is not None else "-" for s in servers]),
+            ("rst", 5, [str(s.restarts) for s in servers]),
+            ("mem", 6, [_share(s.memory_used_bytes, s.memory_total_bytes) for s in servers]),
+            ("temp", 6, ["" if s.celsius is None else f"{s.celsius} C" for s in servers]),
         ]
-        columns = [column for column in columns if column[1] < 8 or any(column[2])]
-        while sum(_widest(column) + 2 for column in columns) - 2 > self.width and any(column[1] for column in columns):
+        columns = [column for column in columns if column[1] < 6 or any(column[2])]
+        while self.needs(columns, 1) > self.width and any(column[1] for column in columns):
             columns.remove(max(columns, key=lambda column: column[1]))
-        widths = [_widest(column) for column in columns]
-        yield self.paint(self.row([title for title, _, _ in columns], widths).rstrip(), "dim")
+        space = " " * (2 if self.needs(columns, 2) <= self.width else 1)
+        widths = {title: max(len(title), *map(len, cells)) for title, _, cells in columns}
+        yield self.paint(space.join(_padded(title, title, widths[title]) for title in widths).rstrip(), "dim")
         for number, server in enumerate(servers):
-            cells = [cells[number] for _, _, cells in columns]
-            line = self.row(cells, widths, {cells.index(server.state): _tone(server)}).rstrip()
-            yield line
+            cells = [(title, _padded(title, cells[number], widths[title])) for title, _, cells in columns]
+            yield space.join(self.paint(c, _tone(server)) if t == "state" else c for t, c in cells).rstrip()
         for server in servers:
             if server.last_error and server.state in ("ready", "starting"):  # the others' are among the warnings
                 text = f"server {server.number}, last error: {server.last_error}"
                 yield self.paint(_CONTROL.sub(" ", text)[: self.width], "dim")
 
-    def row(self, cells: Sequence[str], widths: Sequence[int], tones: dict[int, str] | None = None) -> str:
-        words = []
-        for number, (cell, width) in enumerate(zip(cells, widths, strict=True)):
-            text = cell.ljust(width) if cell[:1].isalpha() else cell.rjust(width)
-            tone = (tones or {}).get(number)
-            words.append(self.paint(text, tone) if tone else text)
-        return "  ".join(words)
+    def needs(self, columns: list[tuple[str, int, list[str]]], space: int) -> int:
+        return sum(max(len(title), *map(len, cells)) + space for title, _, cells in columns) - space
 
     # -- runs ----------------------------------------------------------------------------------------------------
 
@@ -185,8 +180,8 @@ def _tone(server: ServerStatus) -> str:
     return {"ready": "green", "blocked": "red", "backoff": "red"}.get(server.state, "yellow")
 
 
-def _widest(column: tuple[str, int, list[str]]) -> int:
-    return max(map(len, (column[0], *column[2])))
+def _padded(title: str, cell: str, width: int) -> str:
+    return cell.ljust(width) if title in ("state", "limit") else cell.rjust(width)
 
 
 def _short(seconds: float) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from gend.config import Settings
-from gend.ledger import HISTORY_SAMPLES, Ledger, Progress
+from gend.ledger import Ledger, Progress
 
 SHOWN_SECONDS = 300.0
 """What is shown as a rate is over so long: several times the length of one reply."""
@@ -22,7 +22,10 @@ SHOWN_SECONDS = 300.0
 RECENT_SECONDS = 600.0
 """The time left and the idle share are taken over so long."""
 
-GAP_SECONDS = 60.0
+LONG_SECONDS = 3600.0
+"""What is long enough for parts, which come in one by one, to make a steady rate."""
+
+GAP_SECONDS = 90.0
 """Samples further apart than this have something else between them: the daemon was down, or Redis away."""
 
 LATE_SECONDS = 60.0
@@ -69,8 +72,8 @@ class ServerStatus(msgspec.Struct, kw_only=True):
 class RunStatus(msgspec.Struct, kw_only=True):
     """One run. `state` is active, paused, cancelled or finished; `reason` says why it is paused.
 
-    `rows_done` counts rows whose part is in the store; verdicts, tokens and rates are of those. `active_seconds` is
-    how long the daemon was up with this run active. The time left is null where nothing tells it.
+    `rows_done` counts rows whose part is in the store; verdicts, tokens and rates (over the last hour) are of those.
+    `active_seconds` is how long the daemon was up with this run active. The time left is null where nothing tells it.
     """
 
     id: str
@@ -181,12 +184,15 @@ def read_status(ledger: Ledger, settings: Settings) -> Status:
     workers = {worker["server"]: worker for worker in ledger.workers()}
     up = ledger.up_seconds()
     progress = ledger.progress()
-    history = ledger.history(HISTORY_SAMPLES)
+    history = ledger.history(60)  # ten minutes
+    minutes = ledger.long_history(60)
     late = daemon is not None and now - (history[0]["at"] if history else daemon["at"]) > LATE_SECONDS
     if daemon is not None:
-        history.insert(0, _live(progress, workers, now))
+        live = _live(progress, workers, now)
+        history.insert(0, live)
+        minutes.insert(0, live)
     servers = _servers(daemon, workers, history, ledger.view("gend:gpus"))
-    runs = [_run(one, history, up) for one in progress]
+    runs = [_run(one, minutes, up) for one in progress]
     status = Status(
         at=now,
         daemon=daemon is not None,
@@ -195,7 +201,7 @@ def read_status(ledger: Ledger, settings: Settings) -> Status:
         runs=runs,
         rows_per_second=_all_servers(history, SHOWN_SECONDS, "rows"),
         tokens_per_second=_all_servers(history, SHOWN_SECONDS, "completion_tokens"),
-        estimate=_estimate(runs, history, up) if daemon else None,
+        estimate=_estimate(runs, history) if daemon else None,
         cost=None,
         store=StoreStatus(url=settings.store.url, last_part_at=ledger.last_part()),
         redis=redis,
@@ -265,7 +271,7 @@ def _servers(
     return servers
 
 
-def _run(progress: Progress, history: list[Sample], up: dict[str, float]) -> RunStatus:
+def _run(progress: Progress, minutes: list[Sample], up: dict[str, float]) -> RunStatus:
     run, counts = progress.run, progress.counts
     status = RunStatus(
         id=run.id,
@@ -284,8 +290,8 @@ def _run(progress: Progress, history: list[Sample], up: dict[str, float]) -> Run
         reason=progress.control.reason,
     )
     if status.state == "active":
-        status.rows_per_second = rate(history, RECENT_SECONDS, "runs", run.id, "rows")
-        status.tokens_per_second = rate(history, RECENT_SECONDS, "runs", run.id, "completion_tokens")
+        status.rows_per_second = rate(minutes, LONG_SECONDS, "runs", run.id, "rows")
+        status.tokens_per_second = rate(minutes, LONG_SECONDS, "runs", run.id, "completion_tokens")
         if status.rows_per_second > 0:
             status.eta_seconds = (status.prompts - status.rows_done) / status.rows_per_second
     return status
@@ -380,13 +386,12 @@ def _idle_share(history: Sequence[Sample], number: str) -> float | None:
     return round(sum(shares) / len(shares), 3) if shares else None
 
 
-def _estimate(runs: list[RunStatus], history: list[Sample], up: dict[str, float]) -> Estimate | None:
+def _estimate(runs: list[RunStatus], history: list[Sample]) -> Estimate | None:
     """How long everything active takes: as the servers made rows in the last ten minutes, as parts came in the last
     hour, and as they came since each run began. Early on, parts lag behind rows; later, all three agree."""
     active = [run for run in runs if run.state == "active"]
     left = sum(run.prompts - run.rows_done for run in active)
-    rates = [_all_servers(history, RECENT_SECONDS, "rows")]
-    rates.append(sum(rate(history, 3600.0, "runs", run.id, "rows") for run in active))
+    rates = [_all_servers(history, RECENT_SECONDS, "rows"), sum(run.rows_per_second for run in active)]
     if len(active) == 1 and (seconds := active[0].active_seconds) > 0:
         rates.append(sum(active[0].verdicts.values()) / seconds)
     known = [one for one in rates if one > 0]
