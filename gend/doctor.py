@@ -400,7 +400,7 @@ def limits(settings: Settings) -> Found:
     left = _cgroup_limit("pids", "pids.max", "pids.max", "pids.current")
     if os.geteuid():  # root is not held to it
         left = min(left, _limit(resource.getrlimit(resource.RLIMIT_NPROC)[0]))
-    says = f"{_count(left)} more processes and threads for {servers} servers"
+    says = f"room for {_count(left)} more processes and threads; servers: {servers}"
     do = "docker run --pids-limit -1; systemd TasksMax=infinity; ulimit -u"
     if left < PIDS_FAIL * servers:
         yield fail("pids", f"{says}: too few", do)
@@ -603,8 +603,9 @@ def _store_multipart(place: S3Store, key: str, body: bytes) -> Found:
 def tls(settings: Settings) -> Found:
     """Encryption on the way to the store, and our clock against the store's."""
     if not settings.store.url.startswith("s3://"):
-        yield skipped("tls", "the store is a folder")
-        yield skipped("clock", "the store is a folder")
+        why = "the store is a folder" if settings.store.url else "there is no store"
+        yield skipped("tls", why)
+        yield skipped("clock", why)
         return
     region = settings.store.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     url = settings.store.endpoint or f"https://s3.{region or 'us-east-1'}.amazonaws.com"

@@ -270,6 +270,8 @@ def plan(
         others = [(other, gpus, other.dollars_per_hour * gpus) for other in CARDS if other != kind]
     boxes = [Offer(card=kind.name, gpus=gpus, dollars_per_hour=price, estimate=chosen, costs=costs)]
     for other, count, dollars in others:
+        if (other, count, dollars) == (kind, gpus, price):
+            continue  # the box that it is all about
         try:
             best = suggest(shape, other, workload, choice, gpus=count)
             box = Offer(
@@ -444,9 +446,8 @@ def suggest_flags(
             "speculative-eagle-topk": 1,
             "speculative-num-draft-tokens": MTP_DRAFT_TOKENS,
         }
-    if not radix:
-        flags["disable-radix-cache"] = True
-    elif shape.linear_layers:
+    flags["disable-radix-cache"] = not radix  # said in either case: gend itself switches it off for some models
+    if radix and shape.linear_layers:
         flags[_STRATEGY] = "extra_buffer_lazy"  # one slot a request cheaper than extra_buffer
     slot, drafts = shape.state_bytes(tp, _state_dtype(flags)), _draft_tokens(flags)
     states = slot * (_slots_per_request(flags) + drafts)

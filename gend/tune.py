@@ -49,6 +49,9 @@ STEP = 1.3
 CHUNK_TOKENS = 8192
 """SGLang's --chunked-prefill-size on cards of 60 to 160 GiB; above it is 16384, which is then a step away."""
 
+GRAPH, GRAPH_REQUESTS = "cuda-graph-max-bs-decode", 256
+"""The largest decode batch with a CUDA graph, and its default on cards of 60 GiB and more."""
+
 MTP_STEPS = range(1, 6)
 WORSE = 0.05
 """More replies that are not good, by this share, and a candidate cannot win: fast and wrong is of no use."""
@@ -60,6 +63,8 @@ ANSWER_SECONDS = 120.0
 """A first prompt takes so long at most, kernels compiled meanwhile, once the server listens."""
 
 ABORT_SECONDS = 15.0
+GONE_SECONDS = 30.0
+"""From KILL until the kernel has taken a server's GPU memory back: 8 s were seen."""
 FAULTS = 50  # in one window: this server is broken
 
 STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -77,7 +82,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        return repr(sorted(self.flags.items()))
+        """The same for what serves alike: a decode graph that is larger than needed changes nothing."""
+        return repr(sorted((name, value) for name, value in self.flags.items() if name != GRAPH))
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,7 +140,7 @@ async def tune(
     `predict` gives the tokens/s that the plan sees for one server with these flags: 0 where they do not fit. `show`
     takes lines for a person. Of two that are as good, the first one stays the best. Nothing is written.
     """
-    end_leftovers(settings.folder, show)
+    await end_leftovers(settings.folder, show)
     search = Search(starts, others, predict)
     tuner = Tuner(settings, prompts, sampling, search, pace, show)
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -153,11 +159,12 @@ async def tune(
     return Tuned(trials=search.trials, best=search.best, stopped=tuner.stopped)
 
 
-def end_leftovers(folder: Path, show: Callable[[str], None]) -> None:
+async def end_leftovers(folder: Path, show: Callable[[str], None]) -> None:
     """End servers that something killed left behind: they hold the memory that is to be measured."""
     for process in processes.left_behind(folder):
         show(f"ending {process.identity.name}, pid {process.pid}, left by something that was killed")
         process.kill()
+        await _until(lambda process=process: not process.members(), GONE_SECONDS)  # type: ignore[misc]
         process.forget()
 
 
@@ -219,14 +226,13 @@ def neighbours(flags: Flags, running: int) -> Iterator[tuple[str, dict[str, Flag
             for pool in ("mamba-full-memory-ratio", "max-mamba-cache-size"):  # the states of as many requests
                 if pool in flags:
                     changed[pool] = _like(flags[pool], _number(flags, pool, 0) * factor)
-            if "cuda-graph-max-bs-decode" in flags or wanted > 256:  # beyond the largest graph each step is slower
-                changed["cuda-graph-max-bs-decode"] = wanted
+            if wanted > _number(flags, GRAPH, GRAPH_REQUESTS):  # beyond the largest graph each step is slower
+                changed[GRAPH] = wanted
             yield f"running {wanted}", changed
-    without = {name: value for name, value in flags.items() if name != "disable-radix-cache"}
-    if flags.get("disable-radix-cache"):
-        yield "radix cache on", without
-    else:
-        yield "radix cache off", without | {"disable-radix-cache": True}
+    radix = not flags.get("disable-radix-cache")
+    # Said in either case: gend itself switches the cache off for some models.
+    yield f"radix cache {'off' if radix else 'on'}", dict(flags) | {"disable-radix-cache": radix}
+    if radix:
         for factor in (STEP, 1 / STEP):
             if "mamba-full-memory-ratio" in flags:
                 ratio = round(_number(flags, "mamba-full-memory-ratio", 0) * factor, 3)
@@ -360,7 +366,7 @@ async def _running(settings: Settings, seat: Seat, name: str) -> AsyncIterator[p
             await _until(lambda: process.exit_code() is not None, settings.servers.stop_seconds)
         finally:  # also where somebody is tired of waiting
             process.kill()
-        await _until(lambda: not process.members(), ABORT_SECONDS)
+        await _until(lambda: not process.members(), GONE_SECONDS)
         process.forget()
 
 
@@ -378,6 +384,7 @@ async def _wait_until_it_answers(
     short = Sampling(max_tokens=16, thinking=sampling.thinking)
     deadline = time.monotonic() + settings.servers.load_seconds
     while True:
+        asked = time.monotonic()
         asking = asyncio.create_task(server.chat(CANARY, None, short, seed=1))
         try:
             while not asking.done():
@@ -388,10 +395,14 @@ async def _wait_until_it_answers(
                     raise _Failed(f"did not answer within {settings.servers.load_seconds:.0f} s")
             await asking
             return
+        except PromptRefused as error:
+            raise _Failed(f"refuses a plain prompt: {error}") from error
+        except ServerFault as error:
+            if time.monotonic() - asked >= ANSWER_SECONDS:
+                raise _Failed(f"listens, but: {error}") from error
+            await asyncio.sleep(0.2)
         except ServerUnavailable:
             await asyncio.sleep(0.2)  # refused while it loads: no failure
-        except (PromptRefused, ServerFault) as error:
-            raise _Failed(f"does not answer a plain prompt: {error}") from error
         finally:
             asking.cancel()
 

@@ -254,12 +254,9 @@ def test_plan_is_json_and_text():
     offers = ["8xB200@44", "4xH200", "L40S@0.8"]
     made = plan(model="Qwen3.6-27B", card="B200", gpus=8, workload=THINKING, flags=RADIX_FLAGS, offers=offers)
     read = json.loads(msgspec.json.encode(made))
-    assert [(box["card"], box["gpus"]) for box in read["offers"]] == [
-        ("B200", 8),
-        ("B200", 8),
-        ("H200", 4),
-        ("L40S", 1),
-    ]
+    assert [(box["card"], box["gpus"]) for box in read["offers"]] == [("B200", 8), ("H200", 4), ("L40S", 1)], (
+        "the box itself first, and not again as an offer"
+    )
     assert "take FP8 weights" in read["offers"][3]["refused"]
     out = io.StringIO()
     Console(file=out, width=250).print(plans.render(made))
