@@ -42,7 +42,9 @@ def stored_run(store: Store, run: str) -> Run:
 
 def stored_rounds(store: Store, run: Run) -> list[Run]:
     """The rounds in which rows of `run` were made again, the first one first."""
-    others = (stored_run(store, name) for name in store.folders("runs/") if name != run.id)
+    # A folder without run.json is no run: somebody else's, or one that was never registered to the end.
+    names = [name for name in store.folders("runs/") if name != run.id and store.exists(f"runs/{name}/run.json")]
+    others = [stored_run(store, name) for name in names]
     return sorted((other for other in others if other.round_of == run.id), key=lambda other: (other.round, other.id))
 
 

@@ -177,6 +177,7 @@ def with_round(store: FolderStore, without: tuple[int, ...] = ()) -> tuple[Run, 
 
 def test_the_best_row_of_each_prompt_counts_over_the_rounds(store: FolderStore) -> None:
     run, again = with_round(store)
+    store.replace("runs/no-run/notes.txt", b"somebody else's")
     assert [found.id for found in runs.stored_rounds(store, run)] == [again.id]
     report = verify(store, run, [again])
     assert report.sound, render(report)
