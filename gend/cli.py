@@ -436,6 +436,7 @@ def plan(
     from gend.plan import plan as make_plan
 
     settings = context.optional_settings
+    flags = _planned_flags(settings) if settings else None
     model = model or (settings.model.path if settings else None)
     if model is None:
         raise SettingsError("which model? give --model, or a config.toml with model.path")
@@ -457,7 +458,7 @@ def plan(
         ),
         gpus=gpus or count,
         gpus_per_server=gpus_per_server or 0,
-        flags=settings.servers.flags if settings else None,
+        flags=flags,
         flags_gpus_per_server=settings.servers.gpus_per_server if settings else 1,
         in_flight=settings.work.in_flight if settings else 0,
         mtp=mtp,
@@ -512,7 +513,7 @@ def tune(
     import asyncio
 
     from gend.config import sampling_from
-    from gend.plan import Forecast, Workload, plain_names, write_config
+    from gend.plan import Forecast, Workload, write_config
     from gend.server_command import seats, visible_gpus
     from gend.supervisor import only_daemon
     from gend.tune import HEAD, Candidate, Pace, row
@@ -522,7 +523,7 @@ def tune(
     sampling = sampling_from(settings.sampling, list(changes))
     sample = _sample(context, settings, prompts, limit)
     places = seats(settings, visible_gpus())
-    own, size = plain_names(settings.servers.flags), settings.servers.gpus_per_server
+    own, size = _planned_flags(settings), settings.servers.gpus_per_server
     letters = sum(len(str(message.get("content"))) for prompt in sample for message in prompt.messages)
     workload = Workload(
         rows=1_000_000,
@@ -562,6 +563,16 @@ def tune(
     elif write:
         write_config(context.path, done.best.flags, size)
         show(f"{context.path} has these flags now; next: gend up")
+
+
+def _planned_flags(settings: Settings) -> dict[str, Any]:
+    """The config's flags over those of gend's own that a plan may change."""
+    from gend.plan import PLANNED, plain_names
+    from gend.server_command import sglang_defaults
+    from gend.sglang_flags import is_sglang
+
+    own = sglang_defaults(settings.model.path) if is_sglang(settings.servers.command) else {}
+    return {name: value for name, value in own.items() if name in PLANNED} | plain_names(settings.servers.flags)
 
 
 def _cards(card: str | None, settings: Settings | None) -> tuple[str, int]:
