@@ -672,6 +672,85 @@ def drain(context: Context) -> None:
     click.echo(f"daemon pid {daemon['pid']}: draining; watch it with `gend status`")
 
 
+@main.command()
+@click.argument("server", required=False)
+@click.option("-n", "--lines", type=click.IntRange(min=0), metavar="N", help="So many last lines: 40, of all logs 5.")
+@click.option("-f", "--follow", is_flag=True, help="Go on with what comes, until Ctrl-C.")
+@click.pass_obj
+def logs(context: Context, server: str | None, lines: int | None, follow: bool) -> None:
+    """The last lines of a server's log, or of all logs: servers, workers, loader, page.
+
+    SERVER is a number, or a name: server-3, worker-3, loader, page. The daemon's own log is where it was started:
+    your terminal, or journalctl -u gend.
+    """
+    from gend import logs as log_files
+
+    folder = context.settings.folder
+    names = log_files.chosen(folder, server)
+    for name in names:
+        if len(names) > 1:
+            click.secho(f"== {name}", bold=True)
+        for line in log_files.last_lines(folder, name, (5 if len(names) > 1 else 40) if lines is None else lines):
+            click.echo(line)
+    if follow:
+        with contextlib.suppress(KeyboardInterrupt):
+            for name, line in log_files.follow(folder, names):
+                click.echo(f"{name}: {line}" if len(names) > 1 else line)
+
+
+@main.command()
+@click.argument("run")
+@click.option("--verdict", "word", metavar="V", help="Only rows with this verdict: ok, length, loop, empty, ...")
+@click.option("--random", "random_count", type=click.IntRange(min=1), metavar="N", help="N rows drawn from all parts.")
+@click.option("--id", "prompt", metavar="ID", help="The row of this prompt.")
+@click.option("-n", "--number", type=click.IntRange(min=1), default=3, show_default=True, help="The newest N rows.")
+@click.option("--full", is_flag=True, help="Long texts whole.")
+@click.option("--json", "as_json", is_flag=True, help="The rows as they are in the parts, one JSON object a line.")
+@click.pass_obj
+def rows(
+    context: Context,
+    run: str,
+    word: str | None,
+    random_count: int | None,
+    prompt: str | None,
+    number: int,
+    full: bool,
+    as_json: bool,
+) -> None:
+    """Look at real rows of RUN: the newest ones, random ones, or one by its id. The daemon may be up or down.
+
+    Rows come from the parts in the store, and from the spool of this box: those are there before their batch is whole.
+    """
+    import itertools
+    import random
+    import shutil
+
+    from gend import rows as found
+    from gend.screen import coloured
+
+    if word:
+        _verdicts(word)
+    settings = context.settings
+    store = context.store(settings)
+    of = _find_run(store, run)
+    with _counter("parts read", as_json) as looked:
+        if prompt is not None:
+            chosen = iter([found.row_of_prompt(store, of, settings.folder, prompt)])
+        elif random_count:
+            chosen = found.random_rows(store, of, random.Random(), looked)
+        else:
+            chosen = found.newest_rows(store, of, settings.folder, looked)
+        fits = (row for row in chosen if word in (None, row.verdict))
+        shown = list(itertools.islice(fits, random_count or number))
+    if not shown:
+        click.echo(f"run {of.id} has no row {f'with verdict {word} ' if word else ''}yet", err=True)
+    width = min(shutil.get_terminal_size().columns, 120)
+    for row in shown:
+        text = msgspec.json.encode(row).decode() if as_json else found.show(row, width, coloured(), full)
+        # What UTF-8 does not know (a lone surrogate) is shown, not refused.
+        click.echo(text.encode("utf-8", "backslashreplace"))
+
+
 @main.command(hidden=True)
 @click.option("--number", type=int, required=True)
 @click.option("--url", required=True)

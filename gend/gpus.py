@@ -20,6 +20,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     nvlinks: int = 0
     worn_out: bool = False
     """Memory rows failed and could not be replaced."""
+    celsius: int | None = None
 
 
 class Driver(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,12 +59,14 @@ def read_driver() -> Driver | None:
 def _gpu(index: int) -> Gpu:
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    links, worn_out = 0, False
+    links, worn_out, celsius = 0, False, None
     with contextlib.suppress(pynvml.NVMLError):  # "not supported": there are none, or no more of them
         for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
             links += pynvml.nvmlDeviceGetNvLinkState(handle, link) == pynvml.NVML_FEATURE_ENABLED
     with contextlib.suppress(pynvml.NVMLError):  # cards without row remapping
         worn_out = bool(pynvml.nvmlDeviceGetRemappedRows(handle)[3])
+    with contextlib.suppress(pynvml.NVMLError):
+        celsius = pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
     return Gpu(
         index=index,
         name=pynvml.nvmlDeviceGetName(handle),
@@ -72,6 +75,7 @@ def _gpu(index: int) -> Gpu:
         pids=tuple(process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)),
         nvlinks=links,
         worn_out=worn_out,
+        celsius=celsius,
     )
 
 

@@ -24,7 +24,7 @@
 | gend:last_part             | string | when a batch was last marked done: its part is in the store (unix seconds)  |
 | gend:events                | list   | what happened, newest first: Event as JSON, bounded                         |
 | gend:notices               | hash   | what people were told and still holds -> when (unix seconds)                |
-| gend:gpus, gend:page       | string | what the page's process says of the GPUs and of itself as JSON, expire      |
+| gend:page                  | string | what the page says of itself as JSON, expires                               |
 | rq:*                       |        | RQ's own: one queue a run, `gend-ID`; jobs are hints which batches to try   |
 
 Batches are derived, so missing = all - done - leased, and no list of what is to be done is kept. A lease is the right,
@@ -270,10 +270,13 @@ class Ledger:
         return {name: msgspec.json.decode(value, type=Control) for name, value in raw.items()}
 
     def set_control(self, run: str, control: Control) -> None:
+        before = self.controls().get(run)
         with _redis_errors():
             self.redis.hset("gend:control", run, msgspec.json.encode(control))
-        why = f": {control.reason}" if control.reason else ""
-        self.event("run", f"{run} is {control.state}, priority {control.priority}{why}", bad=control.state == "paused")
+        if before is None or (before.state, before.priority) != (control.state, control.priority):
+            why = f": {control.reason}" if control.reason else ""
+            text = f"{run} is {control.state}, priority {control.priority}{why}"
+            self.event("run", text, bad=control.state == "paused")
 
     def progress(self) -> list[Progress]:
         """Every run with how far it is, oldest first; one round trip a run."""

@@ -191,7 +191,7 @@ def read_status(ledger: Ledger, settings: Settings) -> Status:
         live = _live(progress, workers, now)
         history.insert(0, live)
         minutes.insert(0, live)
-    servers = _servers(daemon, workers, history, ledger.view("gend:gpus"))
+    servers = _servers(daemon, workers, history)
     runs = [_run(one, minutes, up) for one in progress]
     status = Status(
         at=now,
@@ -231,20 +231,17 @@ def _live(progress: list[Progress], workers: dict[int, dict[str, Any]], now: flo
 
 
 def _servers(
-    daemon: dict[str, Any] | None,
-    workers: dict[int, dict[str, Any]],
-    history: list[Sample],
-    gpus: dict[str, Any] | None,
+    daemon: dict[str, Any] | None, workers: dict[int, dict[str, Any]], history: list[Sample]
 ) -> list[ServerStatus]:
     children = {child["name"]: child for child in (daemon or {}).get("children", ())}
-    devices = {gpu["index"]: gpu for gpu in (gpus or {}).get("gpus", ())}
+    gpus = {gpu["index"]: gpu for gpu in (daemon or {}).get("gpus", ())}
     servers = []
     for name, child in children.items():
         kind, _, number = name.rpartition("-")
         if kind != "server":
             continue
         worker = workers.get(int(number), {})
-        mine = [devices[index] for index in child["gpus"] if index in devices]
+        mine = [gpus[index] for index in child["gpus"] if index in gpus]
         servers.append(
             ServerStatus(
                 number=int(number),

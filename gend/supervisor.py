@@ -431,6 +431,10 @@ class Supervisor:
                 }
                 for child in self.children.values()
             ],
+            "gpus": [
+                {name: getattr(gpu, name) for name in ("index", "used_bytes", "total_bytes", "celsius")}
+                for gpu in self.gpus
+            ],
         }  # fmt: skip
 
     def _summary(self) -> str:

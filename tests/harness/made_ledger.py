@@ -23,13 +23,12 @@ def made_run(prompts: int, name: str = "drafter", batch_size: int = 128) -> Run:
     )  # fmt: skip
 
 
-def publish(
-    ledger: Ledger, children: list[dict[str, Any]], workers: list[dict[str, Any]], seconds: float = 600
-) -> None:
-    """The views of a daemon and its workers."""
-    ledger.publish("gend:daemon", {"pid": 1, "at": time.time(), "draining": False, "children": children}, seconds)
+def publish(ledger: Ledger, children: list[dict[str, Any]], workers: list[dict[str, Any]], **more: Any) -> None:
+    """The views of a daemon (with `more` in it) and its workers; they last for ten minutes."""
+    view = {"pid": 1, "at": time.time(), "draining": False, "children": children, **more}
+    ledger.publish("gend:daemon", view, 600.0)
     for worker in workers:
-        ledger.publish(f"gend:worker:{worker['name']}", worker, seconds)
+        ledger.publish(f"gend:worker:{worker['name']}", worker, 600.0)
 
 
 def child(name: str, state: str = "ready", seconds: float = 3600.0, **more: Any) -> dict[str, Any]:
