@@ -448,7 +448,7 @@ def plan(
         # JSON and what people write come to about four bytes a token.
         rows, prompt_tokens = found.set.accepted, prompt_tokens or found.set.bytes / found.set.accepted / 4
     made = make_plan(
-        model=model,
+        model=_described(model, settings),
         card=kind,
         workload=Workload(
             rows=rows,
@@ -539,7 +539,7 @@ def tune(
     starts, others = [Candidate(name="config", flags=own)], []
     predict: Any = lambda flags: 0.0  # noqa: E731
     try:
-        forecast = Forecast(settings.model.path, _cards(card, settings)[0], workload, size)
+        forecast = Forecast(_described(settings.model.path, settings), _cards(card, settings)[0], workload, size)
         predict = forecast.rate
         made = [Candidate(name=n, flags=f, promise=predict(f)) for n, f in forecast.layouts(own, mtp, radix)]
         starts = [Candidate(name="config", flags=own, promise=predict(own)), made[0]]
@@ -573,6 +573,19 @@ def _planned_flags(settings: Settings) -> dict[str, Any]:
 
     own = sglang_defaults(settings.model.path) if is_sglang(settings.servers.command) else {}
     return {name: value for name, value in own.items() if name in PLANNED} | plain_names(settings.servers.flags)
+
+
+def _described(model: str, settings: Settings | None) -> str:
+    """The model, or its folder in Hugging Face's cache where gend ships no shape of that name."""
+    from gend.model_files import find_model
+    from gend.model_shapes import shape_of
+
+    try:
+        shape_of(model)
+    except SettingsError:
+        folder = find_model(model, {**os.environ, **(settings.servers.environment if settings else {})})
+        return str(folder) if folder else model
+    return model
 
 
 def _cards(card: str | None, settings: Settings | None) -> tuple[str, int]:
