@@ -134,11 +134,12 @@ class Systemd:
         # Version 1, version 1 beside 2, version 2: where systemd wants its services' cgroups.
         roots = [Path("/sys/fs/cgroup", name) for name in ("systemd", "unified", "")]
         roots = [root for root in roots if (root / "cgroup.procs").exists()]
-        self.cgroups = [root / f"gend-test-{uuid.uuid4().hex[:8]}" for root in roots]
+        self.cgroup = f"gend-test-{uuid.uuid4().hex[:8]}"
+        self.cgroups = [root / self.cgroup for root in roots]
         self.namespace = Namespace(folder, self.SCRIPT, {
             **os.environ, **variables, "SYSTEMD": str(SYSTEMD),
             "XDG_RUNTIME_DIR": f"{folder}/run", "XDG_CONFIG_HOME": f"{folder}/config",
-            "CGROUP_ROOTS": " ".join(map(str, roots)), "CGROUP": self.cgroups[0].name if roots else "",
+            "CGROUP_ROOTS": " ".join(map(str, roots)), "CGROUP": self.cgroup,
         })  # fmt: skip
         try:
             self.namespace.wait_for("systemctl", "show", "--property", "Version")
@@ -169,7 +170,7 @@ class Systemd:
         for process in psutil.process_iter():
             with contextlib.suppress(OSError):
                 cgroups = Path(f"/proc/{process.pid}/cgroup").read_text()
-                if f"/{self.cgroups[0].name}/" in cgroups and "/gend.service\n" in cgroups:
+                if f"/{self.cgroup}/" in cgroups and "/gend.service\n" in cgroups:
                     found.append(process)
         return [process for process in found if processes.alive(process)]
 
