@@ -26,14 +26,15 @@ from urllib.parse import urlsplit
 import msgspec
 
 from gend import processes, valkey
-from gend.config import Flag, Settings
+from gend.config import Settings
 from gend.engine import connect
 from gend.errors import GendError, PromptRefused, ServerFault, SettingsError, StoreUnavailable, Unavailable
 from gend.gpus import Driver, Gpu, read_driver
 from gend.ledger import Ledger
 from gend.model_files import check_description, find_model, read_template, read_weights, render_prompt
 from gend.records import Reply, Sampling
-from gend.server_command import PORTS_PER_SERVER, Seat, environment, seats
+from gend.server_command import PORTS_PER_SERVER, Seat, environment, fitting_names, flags, seats
+from gend.sglang_flags import is_sglang
 from gend.store import S3Store, Store, open_store
 from gend.verdict import OK, judge
 
@@ -143,9 +144,8 @@ class Job:
 
 
 def gpus(settings: Settings) -> Found:
-    driver = read_driver()
-    yield from judge_gpus(settings, driver, own_servers_up=bool(own_servers(settings)))
-    yield from judge_software(settings, driver, server_software(settings))
+    """Visible, as many as wanted, whole, empty."""
+    yield from judge_gpus(settings, read_driver(), own_servers_up=bool(own_servers(settings)))
 
 
 def judge_gpus(settings: Settings, driver: Driver | None, own_servers_up: bool) -> Found:
@@ -192,6 +192,15 @@ def _in_use(gpu: Gpu) -> str:
     return f"GPU {gpu.index}: {gpu.used_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.0f} GiB in use{who}"
 
 
+def software(settings: Settings) -> Found:
+    """SGLang and torch fit the driver, and know the flags."""
+    found = server_software(settings)
+    yield from judge_software(settings, read_driver(), found)
+    if found and found.sglang:
+        names = fitting_names(settings, _first_seat(settings))
+        yield ok("flags", f"SGLang {found.sglang} knows all {len(names)} flags")
+
+
 class Software(msgspec.Struct, frozen=True, array_like=True):
     """Versions in the environment of the servers; empty: not installed. `cuda` is what torch was built for."""
 
@@ -222,14 +231,12 @@ def server_software(settings: Settings) -> Software | None:
     Raises SettingsError where that Python does not start.
     """
     python = settings.servers.command[0]
-    if not runs_sglang(settings) or not Path(python).name.startswith("python"):
+    if not is_sglang(settings.servers.command) or not Path(python).name.startswith("python"):
         return None
     python = sys.executable if python in ("python", "python3") else python
-    seat = Seat(number=0, gpus=(), port=settings.servers.base_port)
+    variables = environment(settings, _first_seat(settings))
     try:
-        done = subprocess.run(
-            [python, "-c", _ASK_SOFTWARE], capture_output=True, text=True, env=environment(settings, seat), timeout=60
-        )
+        done = subprocess.run([python, "-c", _ASK_SOFTWARE], capture_output=True, text=True, env=variables, timeout=60)
     except OSError as error:
         raise SettingsError(f"servers.command: {python} cannot be started: {error.strerror}") from error
     if done.returncode:
@@ -265,8 +272,9 @@ def judge_software(settings: Settings, driver: Driver | None, software: Software
         yield ok("software", f"{have}; driver {driver.version} runs CUDA {_dotted(driver.cuda)}")
 
 
-def runs_sglang(settings: Settings) -> bool:
-    return any("sglang" in word for word in settings.servers.command)
+def _first_seat(settings: Settings) -> Seat:
+    """For what is the same on every seat."""
+    return Seat(number=0, gpus=(), port=settings.servers.base_port)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -284,14 +292,14 @@ def model(settings: Settings) -> Found:
     """Everything that a server reads is there, and as long as it says it is."""
     home, fetch = _model_folder(settings), f"tools/fetch-model {settings.model.path}"
     if home is None:
-        if runs_sglang(settings):
+        if is_sglang(settings.servers.command):
             says = f"{settings.model.path} is not on this box: every server would fetch it, and the meter runs"
             yield fail("model", says, fetch)
         else:
             yield skipped("model", f"{settings.model.path} is no folder, and servers.command is not SGLang")
         return
     check_description(home)
-    if _flags(settings).get("load-format") == "dummy":
+    if flags(settings, _first_seat(settings)).get("load-format") == "dummy":
         yield warning("model", "load-format is dummy: the weights are noise, and so are the replies")
         return
     weights = read_weights(home)
@@ -305,11 +313,11 @@ def model(settings: Settings) -> Found:
 
 def template(settings: Settings) -> Found:
     """The chat template makes a prompt that asks for a thought, and SGLang is told to find it in the reply."""
-    thinking, flags = settings.sampling.thinking, _flags(settings)
-    if thinking and runs_sglang(settings) and "reasoning-parser" not in flags:
+    thinking, wanted = settings.sampling.thinking, flags(settings, _first_seat(settings))
+    if thinking and is_sglang(settings.servers.command) and "reasoning-parser" not in wanted:
         says = "sampling.thinking is on, but without a reasoning parser the thought comes inside the answer"
         yield fail("template", says, 'servers.flags: reasoning-parser = "qwen3", or what fits the model')
-    home, given = _model_folder(settings), str(flags.get("chat-template", ""))
+    home, given = _model_folder(settings), str(wanted.get("chat-template", ""))
     if home is None:
         yield skipped("template", f"{settings.model.path} is not here")
         return
@@ -335,11 +343,6 @@ def template(settings: Settings) -> Found:
 
 def _model_folder(settings: Settings) -> Path | None:
     return find_model(settings.model.path, {**os.environ, **settings.servers.environment})
-
-
-def _flags(settings: Settings) -> Mapping[str, Flag]:
-    """The servers' flags under the names that SGLang gives them: config.toml takes other spellings too."""
-    return {name.lstrip("-").replace("_", "-"): value for name, value in settings.servers.flags.items()}
 
 
 # -- the box ---------------------------------------------------------------------------------------------------------
@@ -415,19 +418,19 @@ def memory(settings: Settings) -> Found:
     found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     free = _cgroup_limit("memory", "memory.max", "memory.limit_in_bytes")
     free = min(free, int(found[1]) * 1024) if found else free
-    places, flags = _seats_or_none(settings), _flags(settings)
+    places, wanted = _seats_or_none(settings), flags(settings, _first_seat(settings))
     gpus = sum(len(seat.gpus) for seat in places)
     need, who = len(places) * (RAM_BYTES if gpus else GIB), f"{len(places)} servers"
-    if flags.get("enable-hierarchical-cache"):
+    if wanted.get("enable-hierarchical-cache"):
         # --hicache-size is in GB for each GPU; where it is 0, --hicache-ratio times the GPU's KV cache, at most all.
-        each = float(str(flags.get("hicache-size", 0))) * 1e9
+        each = float(str(wanted.get("hicache-size", 0))) * 1e9
         if not each and (driver := read_driver()):
-            each = float(str(flags.get("hicache-ratio", 2.0))) * max(gpu.total_bytes for gpu in driver.gpus)
+            each = float(str(wanted.get("hicache-ratio", 2.0))) * max(gpu.total_bytes for gpu in driver.gpus)
         need, who = need + int(each) * gpus, f"{who} with a hierarchical cache for {gpus} GPUs"
     says = f"{_size(free)} of RAM free; {who} may want {_size(need)}"
     if free >= need:
         yield ok("memory", says)
-    elif flags.get("hicache-size"):
+    elif wanted.get("hicache-size"):
         yield fail("memory", says, "lower hicache-size, or take a box with more RAM")
     else:
         yield warning("memory", says, "lower hicache-ratio, end what else runs, or take a box with more RAM")
@@ -695,6 +698,7 @@ def judge_reply(name: str, reply: Reply, sampling: Sampling, seconds: float) -> 
 
 CHECKS: dict[str, tuple[Check, str]] = {
     "gpus": (gpus, "does nvidia-smi hang too? then restart the box, or ask for another"),
+    "software": (software, "is the servers' python on a network disk that hangs?"),
     "model": (model, "is model.path on a network disk that hangs?"),
     "template": (template, "is model.path on a network disk that hangs?"),
     "disk": (disk, "is work.folder on a network disk that hangs?"),

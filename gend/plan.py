@@ -905,7 +905,10 @@ def write_config(path: Path, flags: Flags, gpus_per_server: int = 1) -> None:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(beside, target.stat().st_mode)
+            kept = target.stat()  # root may write it for a service of another group
+            with contextlib.suppress(PermissionError):
+                os.chown(beside, kept.st_uid, kept.st_gid)
+            os.chmod(beside, kept.st_mode)
             os.replace(beside, target)
         finally:
             beside.unlink(missing_ok=True)

@@ -30,7 +30,7 @@ from gend.config import Flag, Settings
 from gend.engine import Server, connect
 from gend.errors import GendError, PromptRefused, ServerFault, ServerUnavailable, SettingsError
 from gend.records import Prompt, Sampling
-from gend.server_command import PORTS_PER_SERVER, Seat, argv, environment
+from gend.server_command import PORTS_PER_SERVER, Seat, argv, environment, fitting_names
 from gend.verdict import ABORT, LENGTH, OK, judge
 
 NOISE = 0.03
@@ -357,7 +357,9 @@ async def _running(settings: Settings, seat: Seat, name: str) -> AsyncIterator[p
         if not processes.port_free(port):
             raise _Failed(f"port {port} is held by {processes.port_holder(port)}")
     processes.log_path(settings.folder, name).unlink(missing_ok=True)
-    process = processes.start(settings.folder, name, argv(settings, seat), environment(settings, seat), seat.port)
+    names = await asyncio.to_thread(fitting_names, settings, seat)
+    command = argv(settings, seat, names)
+    process = processes.start(settings.folder, name, command, environment(settings, seat), seat.port)
     try:
         yield process
     finally:

@@ -401,6 +401,24 @@ def test_software_against_the_driver(
     assert (found, says in said) == (state, True), said
 
 
+def test_a_flag_that_the_installed_sglang_has_not_fails(folder: Path, make: Any) -> None:
+    site = folder / "site"
+    for name in ("torch-2.11.0", "sglang-0.5.17"):
+        (site / f"{name}.dist-info").mkdir(parents=True)
+        (site / f"{name}.dist-info" / "METADATA").write_text("Name: {}\nVersion: {}\n".format(*name.split("-")))
+    (site / "sglang" / "srt").mkdir(parents=True)
+    (site / "sglang" / "__init__.py").write_text("")
+    known = ["model-path", "host", "port", "enable-metrics", "nccl-port", "dist-init-addr", "max-running-requests"]
+    source = "".join(f"parser.add_argument('--{name}')\n" for name in known)
+    (site / "sglang" / "srt" / "server_args.py").write_text(source)
+    sglang = {"command": ["python", "-m", "sglang.launch_server"], "environment": {"PYTHONPATH": str(site)}}
+    good = make(servers={**sglang, "flags": {"max-running-requests": 8}})
+    assert state_of(run_one(doctor.software, good), "flags")[0] == "ok"
+    wrong = make(servers={**sglang, "flags": {"max-runing-requests": 8}})
+    state, said = state_of(run_one(doctor.software, wrong), "software")
+    assert state == "fail" and "did you mean max-running-requests?" in said
+
+
 # -- Redis -----------------------------------------------------------------------------------------------------------
 
 

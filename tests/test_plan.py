@@ -257,7 +257,7 @@ def test_plan_is_json_and_text():
     assert [(box["card"], box["gpus"]) for box in read["offers"]] == [("B200", 8), ("H200", 4), ("L40S", 1)], (
         "the box itself first, and not again as an offer"
     )
-    assert "take FP8 weights" in read["offers"][3]["refused"]
+    assert "take FP8 weights" in read["offers"][2]["refused"]
     out = io.StringIO()
     Console(file=out, width=250).print(plans.render(made))
     assert all(figure.name in out.getvalue() and figure.why for figure in made.figures)
