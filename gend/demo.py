@@ -196,11 +196,11 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
     """A bar on a terminal, else a line every few seconds."""
 
     def phase(rows: int) -> str:
-        return "starting the model" if not rows else "generating" if rows < total else "finishing"
+        return "starting" if not rows else "generating" if rows < total else "finishing"
 
     console = Console()
     if console.is_terminal:
-        columns = (TextColumn("{task.description:18}"), BarColumn(), MofNCompleteColumn(), TextColumn("rows"))
+        columns = (TextColumn("{task.description:10}"), BarColumn(), MofNCompleteColumn(), TextColumn("rows"))
         with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
             task = progress.add_task(phase(0), total=total)
             yield lambda rows: progress.update(task, completed=rows, description=phase(rows))
@@ -253,7 +253,7 @@ def _show(folder: Path, run: str) -> None:
   export GEND_CONFIG={shlex.quote(str(folder / "config.toml"))}
   gend status
   gend verify {run}
-  gend export --help
+  gend export {run} --out {shlex.quote(str(folder / "export"))}
   gend enqueue YOUR_PROMPTS.jsonl && gend up --until-idle
 On a GPU box: see README.md.""")
 
