@@ -49,8 +49,8 @@ PATIENCE_SECONDS = 3.0
 MIB, GIB = 2**20, 2**30
 DISK_FAIL_BYTES, DISK_WARN_BYTES = GIB, 10 * GIB
 """Spool, logs and prompt sets of eight servers take some 1 GiB; ten leave room for a store that is away for an hour."""
-GPU_USED_BYTES = GIB
-"""A GPU with more in use is somebody's: the driver itself takes up to about 0.7 GiB."""
+GPU_USED_BYTES = 2 * GIB
+"""A GPU with more in use is somebody's. NVML counts what the driver keeps for itself, up to about 1 GiB, as used."""
 RAM_BYTES = 8 * GIB
 """What a server's processes, pinned buffers and a shard on its way to the GPU may take."""
 FILES_FAIL, FILES_WARN = 1024, 4096

@@ -186,11 +186,14 @@ class Search:
             if candidate.key not in self._tried:
                 self._tried.add(candidate.key)
                 return candidate
-        base = self.best or Trial(name="", flags=self._starts[-1].flags)
-        near = neighbours(base.flags, base.running)
+        flags, running = self._base()
+        near = [
+            Candidate(name=name, flags=other, promise=self._predict(other))
+            for name, other in neighbours(flags, running)
+        ]
+        promised = self._predict(flags)
         options = []
-        promised = self._predict(base.flags)
-        for option in [*self._others, *(Candidate(name=n, flags=f, promise=self._predict(f)) for n, f in near)]:
+        for option in [*self._others, *near]:
             gain = option.promise / promised if promised else 1.0
             if option.key not in self._tried and gain >= PROMISE:
                 options.append((UNMODELLED if abs(gain - 1) < 0.001 else gain, option))
@@ -199,6 +202,12 @@ class Search:
         _, best = max(options, key=lambda pair: pair[0])  # the first of equals
         self._tried.add(best.key)
         return best
+
+    def _base(self) -> tuple[Flags, int]:
+        """Flags to go on from, and how many requests run with them: the best's, once every start has been measured."""
+        if self.best and len(self.trials) >= len(self._starts):
+            return self.best.flags, self.best.running
+        return max(self._starts, key=lambda start: start.promise).flags, 0
 
     def record(self, trial: Trial) -> bool:
         """Add a row; whether it is the best one now."""

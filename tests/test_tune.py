@@ -79,6 +79,17 @@ def test_the_climb_goes_on_from_the_best() -> None:
     assert again and again.name == "running 169"
 
 
+def test_beside_starts_that_still_run_the_most_promising_of_them_leads() -> None:
+    """With two GPUs the config's flags and the plan's are measured together; a third must not climb from the worse."""
+    promise = {16: 500.0, 12: 400.0, 21: 600.0, 100: 4000.0, 130: 3900.0}
+    starts = [Candidate(name=str(n), flags={"max-running-requests": n}, promise=promise[n]) for n in (16, 100)]
+    search = Search(starts, [], lambda flags: promise.get(flags["max-running-requests"], 0.0))
+    assert [search.next(), search.next()] == starts
+    search.record(trial(500.0, starts[0].flags))
+    third = search.next()
+    assert third and third.flags["max-running-requests"] >= 100
+
+
 @pytest.mark.parametrize(
     ("second", "wins"),
     [
