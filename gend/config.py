@@ -39,6 +39,7 @@ class Servers(_Section, frozen=True):
     flags: dict[str, Flag] = {}
     environment: dict[str, str] = {}
     base_port: Annotated[int, msgspec.Meta(ge=1024, le=65000)] = 30000
+    warm_first: bool = True
     load_seconds: Seconds = 1800.0
     stall_seconds: Seconds = 30.0
     stop_seconds: Seconds = 30.0

@@ -8,6 +8,7 @@ import asyncio
 import collections
 import contextlib
 import fcntl
+import hashlib
 import logging
 import math
 import os
@@ -19,6 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from gend import canary, gpus, processes, valkey
 from gend.config import Settings
 from gend.engine import Pulse, Server, connect
@@ -27,6 +30,7 @@ from gend.ledger import Event, Ledger
 from gend.notify import Notifier
 from gend.planner import Action, Child, Rules, State, Verb, plan
 from gend.server_command import PORTS_PER_SERVER, Seat, argv, environment, fitting_names, seats
+from gend.sglang_flags import is_sglang
 
 log = logging.getLogger("gend.supervisor")
 
@@ -74,6 +78,11 @@ class Supervisor:
         self.outage = ""
         self.outage_since = 0.0
         self.happened: collections.deque[Event] = collections.deque(maxlen=100)  # not in the ledger yet
+        # Where no server was ever ready with this command and model, the first one compiles kernels for minutes: eight
+        # at once would take the CPU from each other, and have locked each other out of the cache (flashinfer#4062).
+        self._warm = self.folder / "warm" / warm_name(settings)
+        if not (settings.servers.warm_first and is_sglang(settings.servers.command)):
+            self._touch_warm()
         self.running: dict[str, processes.Process] = {}
         self.probes: dict[str, asyncio.Task[None]] = {}
         self.children = {child.name: child for child in self._cast()}
@@ -82,7 +91,12 @@ class Supervisor:
         servers = self.settings.servers
         yield Child(name="loader", stop_seconds=10.0)
         for name, seat in self.seats.items():
-            yield Child(name=name, load_seconds=servers.load_seconds, stop_seconds=servers.stop_seconds)
+            yield Child(
+                name=name,
+                load_seconds=servers.load_seconds,
+                stop_seconds=servers.stop_seconds,
+                waits_for_start_of=None if seat.number == 0 or self._warm.exists() else "server-0",
+            )
             yield Child(
                 name=f"worker-{seat.number}",
                 needs=name,
@@ -127,6 +141,10 @@ class Supervisor:
             with contextlib.suppress(LedgerUnavailable):  # then it expires by itself
                 await loop.run_in_executor(self._ledger_thread, self.ledger.unpublish, "gend:daemon")
 
+    def _touch_warm(self) -> None:
+        self._warm.parent.mkdir(parents=True, exist_ok=True)
+        self._warm.touch()
+
     def _asked_to_stop(self, name: str) -> None:
         log.info("%s: draining; rows in flight have %.0f s to end", name, self.settings.work.drain_seconds)
         self._note("daemon", f"{name}: draining")
@@ -147,6 +165,7 @@ class Supervisor:
                 if child.needs:
                     self.running[child.name].say(b"ready\n")
                 elif child.name in self.seats:
+                    self._touch_warm()
                     self.probes[child.name] = asyncio.create_task(self._watch(child))
             case Verb.STOP:
                 self._enter(child, State.STOPPING, action.reason)
@@ -464,6 +483,12 @@ class Supervisor:
             await asyncio.sleep(60.0)
             for name in [*self.children, "daemon"]:
                 await asyncio.to_thread(cut_log, processes.log_path(self.folder, name), LOG_BYTES)
+
+
+def warm_name(settings: Settings) -> str:
+    """A name that changes when kernels would be compiled anew."""
+    what = [settings.servers.command, settings.model.path, sorted(settings.servers.flags)]
+    return hashlib.sha256(msgspec.json.encode(what)).hexdigest()[:16]
 
 
 def cut_log(path: Path, most_bytes: int) -> None:
