@@ -114,6 +114,7 @@ class Worker:
         self.draining = asyncio.Event()
         self.server_gone = self.broken = False
         self.outages: dict[str, tuple[float, str]] = {}  # what is away -> since when, and why
+        self._waiting: Counter[str] = Counter()  # what is away -> how many wait for it
         self.totals: Counter[str] = Counter()
         self._loop = asyncio.get_running_loop()
         self._ready = asyncio.Event()
@@ -149,12 +150,13 @@ class Worker:
                 elif not isinstance(reason, asyncio.CancelledError | Draining | LeaseLost):
                     raise
             await self.guard.accuse()
+            del self.held[run.id, number]  # its lease is not renewed from here on
             log.info("batch %s: given back, %s", batch, "lease lost" if held.lost else "its rows stay in the spool")
             if not held.lost:
                 with contextlib.suppress(LedgerUnavailable):  # the lease ends by itself
                     await self._redis(self.ledger.give_back, run.id, number, claim)
         finally:
-            del self.held[run.id, number]
+            self.held.pop((run.id, number), None)
             if held.spool:
                 held.spool.close()
 
@@ -331,7 +333,6 @@ class Worker:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.slots.changed.wait(), 0.1)
                 continue
-            self._back("redis")
             batch = asyncio.create_task(self._deliver(delivery))
             self._batches.add(batch)
             batch.add_done_callback(self._batch_ended)
@@ -465,7 +466,6 @@ class Worker:
             except LedgerUnavailable as error:
                 self._away("redis", error)
             else:
-                self._back("redis")
                 self.runs = {
                     name: run for name, run in runs.items()
                     if name in self.runs or sets.present(self.settings.folder, run.set.fingerprint)
@@ -520,10 +520,9 @@ class Worker:
         """Renew the leases of all batches in hand; drop what somebody else has by now."""
         lease_seconds = self.settings.work.lease_seconds
         while True:
-            held = {key: value.claim for key, value in self.held.items()}
             try:
-                for key in await self._redis(self.ledger.renew, held, lease_seconds) if held else ():
-                    if key in self.held and self.held[key].claim == held[key]:
+                for key, claim in await self._redis(self._renew):
+                    if key in self.held and self.held[key].claim == claim:
                         self.held[key].lost = True
                         self.held[key].task.cancel()
                 await self._redis(self.rq.beat)
@@ -534,11 +533,21 @@ class Worker:
             else:
                 await asyncio.sleep(lease_seconds / 5)
 
+    def _renew(self) -> list[tuple[tuple[str, int], str]]:
+        """In the thread that also gives batches back, lest one be taken again that was just given back."""
+        held = {key: value.claim for key, value in self.held.copy().items()}
+        lost = self.ledger.renew(held, self.settings.work.lease_seconds) if held else []
+        return [(key, held[key]) for key in lost]
+
     async def _publish(self) -> None:
-        """Say how it stands, for `gend status`."""
+        """Say how it stands, for `gend status`; and whether Redis takes what is written, which others wait for."""
         while True:
-            with contextlib.suppress(LedgerUnavailable):
+            try:
                 await self._redis(self.ledger.publish, f"gend:worker:{self.name}", self.view(), 10.0)
+            except LedgerUnavailable as error:
+                self._away("redis", error)
+            else:
+                self._back("redis")
             await asyncio.sleep(1.0)
 
     def view(self) -> dict[str, Any]:
@@ -626,17 +635,21 @@ class Worker:
 
     async def _patiently(self, what: str, pool: ThreadPoolExecutor, call: Callable[..., T], *args: Any) -> T:
         """Do it, however long `what` is away: whoever has something to lose waits here."""
-        pause = 0.5
-        while True:
-            try:
-                result = await self._in_thread(pool, call, *args)
-            except (Unavailable, SettingsError) as error:  # while we run, wrong credentials are an outage too
-                self._away(what, error)
-            else:
+        pause, waits = 0.5, 0
+        try:
+            while True:
+                try:
+                    return await self._in_thread(pool, call, *args)
+                except (Unavailable, SettingsError) as error:  # while we run, wrong credentials are an outage too
+                    self._waiting[what] += 1 - waits
+                    waits = 1
+                    self._away(what, error)
+                await asyncio.sleep(pause)
+                pause = min(pause * 2, 10.0)
+        finally:
+            if waits:
+                self._waiting[what] -= 1
                 self._back(what)
-                return result
-            await asyncio.sleep(pause)
-            pause = min(pause * 2, 10.0)
 
     def _away(self, what: str, error: GendError) -> None:
         if what not in self.outages:
@@ -644,7 +657,7 @@ class Worker:
             self.outages[what] = (time.time(), str(error))
 
     def _back(self, what: str) -> None:
-        if what in self.outages:
+        if what in self.outages and not self._waiting[what]:
             log.info("%s is back after %.0f s", what, time.time() - self.outages.pop(what)[0])
 
 
