@@ -254,7 +254,7 @@ def judge_software(settings: Settings, driver: Driver | None, software: Software
     built_for = _numbers(software.cuda)
     if not software.sglang or not software.torch:
         says = f"{have} in the python of servers.command ({software.python})"
-        yield fail("software", says, "tools/setup sglang, or point servers.command to where it is")
+        yield fail("software", says, "tools/install --sglang 0.5.17, or point servers.command to where it is")
     elif driver is None:
         yield ok("software", f"{have}; there is no driver to hold it against")
     elif not built_for:
@@ -391,7 +391,7 @@ def shm(settings: Settings) -> Found:
 def limits(settings: Settings) -> Found:
     """Open files, processes and threads."""
     files = _limit(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    says = f"{_count(files)} open files a process"
+    says = f"{_count(files)} open files a process, as started from here"
     do = "ulimit -n 65536; systemd LimitNOFILE=65536; docker run --ulimit nofile=65536"
     if files < FILES_FAIL:
         yield fail("nofile", f"{says}: too few for a worker's connections", do)
@@ -456,7 +456,7 @@ def supervision(settings: Settings) -> Found:
         return
     first = Path("/proc/1/comm").read_text().strip()
     says = f"no systemd (process 1 is {first}): a plain container, where nobody starts the daemon again"
-    yield ok("init", says, "setsid nohup gend up >>gend.log 2>&1 &    # goes on when the SSH session ends")
+    yield ok("init", says, "gend up &    # it goes on when the SSH session ends")
 
 
 def own_servers(settings: Settings) -> set[int]:
