@@ -137,7 +137,7 @@ class Lone:
             "servers": {"count": 1},
             "store": {"url": store or f"file://{self.store_folder}", "endpoint": endpoint, "patience_seconds": 1.0},
             "redis": {"url": redis},
-            "work": {"folder": str(self.work), "batch_size": 8, "lease_seconds": 1.0, "drain_seconds": 5.0},
+            "work": {"folder": str(self.work), "batch_size": 8, "lease_seconds": 1.0, "drain_seconds": 1.0},
         }
         for name, table in (config or {}).items():
             settings[name] = {**settings.get(name, {}), **table}
