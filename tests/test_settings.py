@@ -76,7 +76,10 @@ BAD_WHEN_USED = {
         "store.url: s3://a b/p: ",
     ),
     "a store below a device": ("[store]\nurl = 'file:///dev/null/x'", "store.url: /dev/null/x cannot be written"),
-    "not Redis": ("[store]\nurl = 'file:///tmp'\n[redis]\nurl = 'host:6379'", "redis.url: Redis URL must specify"),
+    "not Redis": (
+        "[store]\nurl = 'file:///tmp'\n[redis]\nurl = 'host:6379'",
+        "redis.url cannot be read: write redis://",
+    ),
     "a folder below a device": (
         "[store]\nurl = 'file:///tmp'\n[work]\nfolder = '/dev/null/x'",
         "work.folder: /dev/null/x cannot be used: Not a directory; choose another",
