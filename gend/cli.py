@@ -807,6 +807,23 @@ def loader(context: Context) -> None:
     keep_supplied(settings, ledger, context.store(settings), stop.wait)
 
 
+@main.command(hidden=True)
+@click.pass_obj
+def page(context: Context) -> None:
+    """The page, /metrics and the notices. The supervisor starts it."""
+    import asyncio
+
+    from gend import valkey
+    from gend.page import show
+    from gend.processes import die_with_parent
+
+    die_with_parent()
+    settings = context.settings
+    _log_to_stderr(False)
+    redis_url = settings.redis.url or valkey.socket_url(settings.folder)
+    asyncio.run(show(settings, redis_url, context.store(settings)))
+
+
 def _find_run(store: "Store", wanted: str) -> "Run":
     """The run that `wanted` means, found in the store. Raises SettingsError naming what there is."""
     from gend.runs import stored_run

@@ -44,8 +44,8 @@ class ServerStatus(msgspec.Struct, kw_only=True):
     """One server and its worker. `since` is unix seconds; rates are over the last five minutes.
 
     `in_flight` of `limit` requests are at the server, `waiting` more prompts are at hand; `limited_by` is why it is
-    not more: slots, kv, prompts, errors, fixed, trial. `rows` counts from the start of its worker. `idle_share` is
-    over the last ten minutes: 0 is full all the time. What NVML does not say is null.
+    not more: slots, kv, prompts, errors, fixed, trial. Rows and tokens count from the start of its worker. `idle_share`
+    is over the last ten minutes: 0 is full all the time. What NVML does not say is null.
     """
 
     number: int
@@ -58,6 +58,8 @@ class ServerStatus(msgspec.Struct, kw_only=True):
     limited_by: str = ""
     open_batches: int = 0
     rows: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
     rows_per_second: float = 0.0
     tokens_per_second: float = 0.0
     idle_share: float | None = None
@@ -73,7 +75,8 @@ class RunStatus(msgspec.Struct, kw_only=True):
     """One run. `state` is active, paused, cancelled or finished; `reason` says why it is paused.
 
     `rows_done` counts rows whose part is in the store; verdicts, tokens and rates (over the last hour) are of those.
-    `active_seconds` is how long the daemon was up with this run active. The time left is null where nothing tells it.
+    `active_seconds` is how long the daemon was up with this run active, null where it never was since Redis was last
+    empty. The time left is null where nothing tells it.
     """
 
     id: str
@@ -91,7 +94,7 @@ class RunStatus(msgspec.Struct, kw_only=True):
     rows_per_second: float = 0.0
     tokens_per_second: float = 0.0
     eta_seconds: float | None = None
-    active_seconds: float = 0.0
+    active_seconds: float | None = None
     reason: str = ""
 
 
@@ -207,6 +210,11 @@ def read_status(ledger: Ledger, settings: Settings) -> Status:
         redis=redis,
         outages=_outages([ledger.loader(), *workers.values()]),
     )
+    if why := ledger.refuses_writes():
+        # The last that it took is the last that we know of it.
+        since = max((view["at"] for view in (*workers.values(), *history[-1:])), default=now)
+        status.outages = [one for one in status.outages if one.what != "redis"]
+        status.outages.append(Outage(what="redis", since=since, why=why))
     status.store.spool_batches, status.store.spool_bytes = spool_size(settings.folder)
     status.cost = _cost(status, settings.cost.dollars_per_hour, up.get("daemon", 0.0))
     status.warnings = list(_warnings(status, daemon, ledger.view("gend:page"), late))
@@ -241,6 +249,7 @@ def _servers(
         if kind != "server":
             continue
         worker = workers.get(int(number), {})
+        totals = worker.get("totals", {})
         mine = [gpus[index] for index in child["gpus"] if index in gpus]
         servers.append(
             ServerStatus(
@@ -253,7 +262,9 @@ def _servers(
                 waiting=worker.get("waiting", 0),
                 limited_by=worker.get("limited_by", ""),
                 open_batches=worker.get("open_batches", 0),
-                rows=worker.get("totals", {}).get("rows", 0),
+                rows=totals.get("rows", 0),
+                prompt_tokens=totals.get("prompt_tokens", 0),
+                completion_tokens=totals.get("completion_tokens", 0),
                 rows_per_second=rate(history, SHOWN_SECONDS, "servers", number, "rows"),
                 tokens_per_second=rate(history, SHOWN_SECONDS, "servers", number, "completion_tokens"),
                 idle_share=_idle_share(history, number),
@@ -283,7 +294,7 @@ def _run(progress: Progress, minutes: list[Sample], up: dict[str, float]) -> Run
         rows_done=min(progress.done_batches * run.batch_size, run.set.accepted),
         verdicts={name.removeprefix("verdict:"): n for name, n in counts.items() if name.startswith("verdict:")},
         completion_tokens=counts.get("completion_tokens", 0),
-        active_seconds=up.get(f"run:{run.id}", 0.0),
+        active_seconds=up.get(f"run:{run.id}"),
         reason=progress.control.reason,
     )
     if status.state == "active":
@@ -389,7 +400,7 @@ def _estimate(runs: list[RunStatus], history: list[Sample]) -> Estimate | None:
     active = [run for run in runs if run.state == "active"]
     left = sum(run.prompts - run.rows_done for run in active)
     rates = [_all_servers(history, RECENT_SECONDS, "rows"), sum(run.rows_per_second for run in active)]
-    if len(active) == 1 and (seconds := active[0].active_seconds) > 0:
+    if len(active) == 1 and (seconds := active[0].active_seconds):
         rates.append(sum(active[0].verdicts.values()) / seconds)
     known = [one for one in rates if one > 0]
     if not known or not left:
@@ -463,7 +474,9 @@ def _warnings(status: Status, daemon: dict[str, Any] | None, page: dict[str, Any
     if late:
         yield "nobody samples the rates: see `gend logs loader`"
     if not status.redis.rebuilt and (status.daemon or status.runs):
-        yield "Redis was empty: the ledger is being rebuilt from the store" + ("" if status.daemon else " by `gend up`")
+        yield "Redis was empty or started anew: the ledger is being brought to agree with the store" + (
+            "" if status.daemon else " by `gend up`"
+        )
     for run in status.runs:
         rows = sum(run.verdicts.values())
         bad = rows - run.verdicts.get("ok", 0) - run.verdicts.get("length", 0)

@@ -90,6 +90,8 @@ class Supervisor:
     def _cast(self) -> Iterator[Child]:
         servers = self.settings.servers
         yield Child(name="loader", stop_seconds=10.0)
+        if self.settings.page.port or self.settings.notices.webhook or self.settings.notices.command:
+            yield Child(name="page", stop_seconds=15.0)  # time for a last notice
         for name, seat in self.seats.items():
             yield Child(
                 name=name,
@@ -242,7 +244,7 @@ class Supervisor:
 
     def _tell_what_happened(self, child: Child, state: State, why: str) -> None:
         bad = state in (State.BACKOFF, State.BLOCKED) and bool(why)
-        if bad or (state == State.READY and not child.needs) or (state == State.STOPPING and child.trouble):
+        if bad or (state == State.READY and child.name in self.seats) or (state == State.STOPPING and child.trouble):
             text = f"{child.name.replace('-', ' ')}: {state}{f' ({why})' if why else ''}"
             self._note(child.name.partition("-")[0], text, bad or state == State.STOPPING)
 

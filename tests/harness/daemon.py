@@ -74,6 +74,7 @@ class Daemon:
             "store": {"url": store or f"file://{self.store}", "endpoint": endpoint},
             "redis": {"url": redis},
             "work": {"folder": str(self.work), "batch_size": 8},
+            "page": {"port": 0},
         }
         for name, table in (config or {}).items():
             settings[name] = {**settings.get(name, {}), **table}
