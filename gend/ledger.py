@@ -17,6 +17,7 @@
 | gend:canary:MODEL          | string | set when some server with this model knew the canary's answer               |
 | gend:daemon                | string | the supervisor's view as JSON, expires                                      |
 | gend:worker:NAME           | string | a worker's own view as JSON, expires                                        |
+| gend:probe                 | string | whether Redis takes what is written, expires                                |
 | gend:loader                | string | what the loader finds to be away, as JSON, expires                          |
 | gend:history               | list   | samples of totals, newest first: the last hour, 10 s apart                  |
 | gend:history:long          | list   | the same for three days, a minute apart                                     |
@@ -232,6 +233,19 @@ class Ledger:
         """What Redis says of itself: version, persistence, memory (INFO)."""
         with _redis_errors():
             return self.redis.info()
+
+    def refuses_writes(self) -> str:
+        """Why Redis answers but takes nothing (read-only, out of memory, disk full); empty when it takes what it gets.
+
+        Then nobody can say through it how they stand, so whoever asks must find out for himself.
+        """
+        try:
+            self.publish("gend:probe", 1, 1.0)
+        except LedgerUnavailable as error:
+            if isinstance(error.__cause__, redis.ResponseError):
+                return str(error)
+            raise
+        return ""
 
     # -- epoch and runs ------------------------------------------------------------------------------------------
 

@@ -212,7 +212,7 @@ def read_status(ledger: Ledger, settings: Settings) -> Status:
     )
     if why := ledger.refuses_writes():
         # The last that it took is the last that we know of it.
-        since = max((view["at"] for view in (*workers.values(), *history[-1:])), default=now)
+        since = max((one["at"] for one in (*workers.values(), *history) if one["at"] < now), default=now)
         status.outages = [one for one in status.outages if one.what != "redis"]
         status.outages.append(Outage(what="redis", since=since, why=why))
     status.store.spool_batches, status.store.spool_bytes = spool_size(settings.folder)
@@ -474,9 +474,8 @@ def _warnings(status: Status, daemon: dict[str, Any] | None, page: dict[str, Any
     if late:
         yield "nobody samples the rates: see `gend logs loader`"
     if not status.redis.rebuilt and (status.daemon or status.runs):
-        yield "Redis was empty or started anew: the ledger is being brought to agree with the store" + (
-            "" if status.daemon else " by `gend up`"
-        )
+        by_whom = "" if status.daemon else " by `gend up`"
+        yield f"Redis was empty or started anew: the ledger is brought to agree with the store{by_whom}"
     for run in status.runs:
         rows = sum(run.verdicts.values())
         bad = rows - run.verdicts.get("ok", 0) - run.verdicts.get("length", 0)
