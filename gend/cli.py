@@ -89,6 +89,9 @@ class Group(click.Group):
         except GendError as error:
             click.secho(f"gend: {error}", err=True, fg="red" if sys.stderr.isatty() else None)
             context.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo("gend: interrupted", err=True)
+            context.exit(128 + signal.SIGINT)
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -108,6 +111,14 @@ def main(context: click.Context, config: str | None) -> None:
     Exit codes: 0 done, 1 the work is not sound, 2 wrong use or settings, 3 something needed is not reachable.
     """
     context.obj = Context(config)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # what nohup has ignored stays so
+            signal.signal(number, _end)
+
+
+def _end(number: int, frame: object) -> None:
+    """Leave in order: whoever holds gend's own Valkey or half a prompt set must let go of it."""
+    sys.exit(128 + number)
 
 
 @main.command()
