@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -148,6 +149,19 @@ def test_an_engine_that_is_not_installed(make_daemon: Make) -> None:
 def test_a_run_that_is_not_there(make_daemon: Make) -> None:
     daemon = make_daemon(servers=1)
     assert the_error(daemon.cli("verify", "mine", code=2)).startswith("no run 'mine' in file://")
+    assert_nothing_left(daemon)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_command_that_is_ended_lets_go_of_what_it_holds(number: int, make_daemon: Make) -> None:
+    daemon = make_daemon(servers=1)
+    command = [sys.executable, "-m", "gend", "--config", daemon.config, "enqueue", "-"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=daemon.folder, env=daemon.environment) as enqueue:
+        wait_until(lambda: list(daemon.work.glob("sets/.new-*")), "it reads prompts")
+        enqueue.send_signal(number)
+        assert enqueue.wait(60) == 128 + number
+    assert daemon.survivors() == []
+    assert list(daemon.work.glob("sets/.new-*")) == []
     assert_nothing_left(daemon)
 
 
