@@ -70,6 +70,10 @@ class RQWorker(BaseWorker):
         """The job is over. How its batch ended stands in the ledger; to RQ every delivery ended well."""
         try:
             self._call(self._finalize_success, delivery.job, delivery.queue, delivery.execution, None)
+        except LedgerUnavailable:
+            raise
+        except Exception as error:  # Redis was emptied, or somebody removed the job: nothing is left to tidy up
+            log.info("RQ job %s: %s", delivery.job.id, error)
         finally:  # it is over, whether RQ could be told or not: no more heartbeats for it
             self.executions.pop(delivery.execution.id, None)
         if not self.executions:

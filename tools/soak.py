@@ -351,6 +351,8 @@ class Soak:
         verify = self.daemon.cli("verify", self.run, code=None)
         if verify.returncode:
             wrong.append(f"gend verify ended with {verify.returncode}: {verify.stdout} {verify.stderr}")
+        logs = [*self.daemon.folder.glob("*.log"), *(self.daemon.work / "logs").glob("[!s]*.log")]
+        wrong += [f"a traceback in {log}" for log in logs if "Traceback" in log.read_text(errors="replace")]
         times = Counter(times_finished(self.daemon.request_log, self.source).values())
         print(f"{len(seen.rows)} rows in {len(seen.parts)} parts; prompts by how often they were generated: "
               f"{dict(sorted(times.items()))}")  # fmt: skip
