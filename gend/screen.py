@@ -143,8 +143,8 @@ class _Screen:
         count = f" {_floor_percent(share)}  {run.rows_done:,} of {run.prompts:,}"
         if run.eta_seconds is not None:
             count += f"  {duration(run.eta_seconds)} left"
-        bar = min(24, self.width - len(count) - 2)
-        yield f"  {self.bar(share, bar)}{count}" if bar >= 8 else f" {count}"
+        bar = min(24, self.width - len(count) - 4)
+        yield from [f"  {self.bar(share, bar)}{count}"] if bar >= 6 else self.wrapped(f" {count}", indent="  ")
         words = [_verdicts(run)] if run.verdicts else ["no part in the store yet"]
         if run.tokens_per_second:
             words.append(f"{run.rows_per_second:.2f} rows/s, {run.tokens_per_second:,.0f} tokens/s")
@@ -155,7 +155,7 @@ class _Screen:
     def bar(self, share: float, width: int) -> str:
         full = int(share * width)
         if not self.colour:
-            return f"[{'#' * full}{'-' * (width - full)}]"[: width + 2]
+            return f"[{'#' * full}{'-' * (width - full)}]"
         return self.paint("█" * full, "green") + self.paint("░" * (width - full), "dim")
 
     # -- outside -------------------------------------------------------------------------------------------------
