@@ -174,6 +174,8 @@ class _Screen:
         name = "own Valkey" if redis.own else "Redis"
         answer = f"answers in {redis.answer_seconds * 1000:.1f} ms"
         yield from self.wrapped(f"{name} {answer}, {_bytes(redis.memory_bytes)}", "dim")
+        if status.page:
+            yield from self.wrapped(f"page {status.page}", "dim")
 
 
 def _tone(server: ServerStatus) -> str:
@@ -232,7 +234,8 @@ def watch(read: Callable[[], Status], every_seconds: float) -> None:
     with contextlib.suppress(KeyboardInterrupt), _whole_screen():
         while True:
             size = os.get_terminal_size()
-            lines = _frame(read, size.columns, coloured()).splitlines()[: size.lines]
+            # One column less: erasing the rest of a line that is full would take its last sign.
+            lines = _frame(read, size.columns - 1, coloured()).splitlines()[: size.lines]
             # Home, each line with the rest of it erased, then what is below: nothing is ever blank in between.
             body = "\x1b[K\r\n".join(lines)
             sys.stdout.write(f"\x1b[?2026h\x1b[H{body}\x1b[K\x1b[J\x1b[?2026l")

@@ -150,7 +150,8 @@ class Outage(msgspec.Struct, kw_only=True):
 
 class Status(msgspec.Struct, kw_only=True):
     """The schema of `gend status --json`. `schema` is raised when a field goes or changes its meaning, not when one
-    is added. `headline` says it all in words, `warnings` what is wrong, the worst first."""
+    is added. `headline` says it all in words, `warnings` what is wrong, the worst first. `page` is the page's URL on
+    the box, null where there is none."""
 
     schema: int = 1
     at: float
@@ -167,6 +168,7 @@ class Status(msgspec.Struct, kw_only=True):
     store: StoreStatus
     redis: RedisStatus
     outages: list[Outage]
+    page: str | None = None
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -189,7 +191,8 @@ def read_status(ledger: Ledger, settings: Settings) -> Status:
     progress = ledger.progress()
     history = ledger.history(60)  # ten minutes
     minutes = ledger.long_history(60)
-    late = daemon is not None and now - (history[0]["at"] if history else daemon["at"]) > LATE_SECONDS
+    page = ledger.view("gend:page") or {}
+    late = now - (history[0]["at"] if history else 0.0) > LATE_SECONDS
     if daemon is not None:
         live = _live(progress, workers, now)
         history.insert(0, live)
@@ -209,6 +212,7 @@ def read_status(ledger: Ledger, settings: Settings) -> Status:
         store=StoreStatus(url=settings.store.url, last_part_at=ledger.last_part()),
         redis=redis,
         outages=_outages([ledger.loader(), *workers.values()]),
+        page=f"http://127.0.0.1:{page['port']}" if page.get("port") and not page["trouble"] else None,
     )
     if why := ledger.refuses_writes():
         # The last that it took is the last that we know of it.
@@ -217,7 +221,7 @@ def read_status(ledger: Ledger, settings: Settings) -> Status:
         status.outages.append(Outage(what="redis", since=since, why=why))
     status.store.spool_batches, status.store.spool_bytes = spool_size(settings.folder)
     status.cost = _cost(status, settings.cost.dollars_per_hour, up.get("daemon", 0.0))
-    status.warnings = list(_warnings(status, daemon, ledger.view("gend:page"), late))
+    status.warnings = list(_warnings(status, daemon, page, late))
     status.headline = _headline(status)
     return status
 
@@ -455,7 +459,7 @@ def _headline(status: Status) -> str:
     return ", ".join(words)
 
 
-def _warnings(status: Status, daemon: dict[str, Any] | None, page: dict[str, Any] | None, late: bool) -> Iterator[str]:
+def _warnings(status: Status, daemon: dict[str, Any] | None, page: dict[str, Any], late: bool) -> Iterator[str]:
     """What is wrong, the worst first."""
     for outage in status.outages:
         yield f"{outage.what} is away since {clock(outage.since, status.at)}: {outage.why}"
@@ -471,7 +475,8 @@ def _warnings(status: Status, daemon: dict[str, Any] | None, page: dict[str, Any
     for child in (daemon or {}).get("children", ()):
         if child["name"] in ("loader", "page") and child["state"] in ("blocked", "backoff") and child["last_error"]:
             yield f"the {child['name']} fails: {child['last_error']}"
-    if late:
+    loader = next((child for child in (daemon or {}).get("children", ()) if child["name"] == "loader"), None)
+    if late and loader and loader["state"] == "ready" and status.at - loader["since"] > LATE_SECONDS:
         yield "nobody samples the rates: see `gend logs loader`"
     if not status.redis.rebuilt and (status.daemon or status.runs):
         by_whom = "" if status.daemon else " by `gend up`"
@@ -493,7 +498,7 @@ def _warnings(status: Status, daemon: dict[str, Any] | None, page: dict[str, Any
         share = sum(server.idle_share or 0 for server in idle) / len(idle)
         numbers = ", ".join(str(server.number) for server in idle)
         yield f"{'server' if len(idle) == 1 else 'servers'} {numbers}: {share:.0%} idle in the last 10 minutes"
-    if page and page.get("trouble"):
+    if page.get("trouble"):
         yield f"page: {page['trouble']}"
 
 

@@ -145,7 +145,7 @@ def test_bad_rows_are_a_warning_that_says_how_to_look_at_them(ledger: Ledger, se
 
 SCHEMA = {
     "Status": "schema at headline warnings daemon draining servers runs rows_per_second tokens_per_second estimate "
-    "cost store redis outages",
+    "cost store redis outages page",
     "ServerStatus": "number state since gpus in_flight limit waiting limited_by open_batches rows prompt_tokens "
     "completion_tokens rows_per_second tokens_per_second idle_share restarts last_error worker_state "
     "memory_used_bytes memory_total_bytes celsius",
