@@ -187,24 +187,24 @@ async def connect(url: str, model: str, request_seconds: float) -> AsyncIterator
 
 
 def read_pulse(metrics: str) -> Pulse | None:
-    """Tokens and requests out of a Prometheus page of SGLang; None when they are not there.
+    """Tokens and requests out of a Prometheus page of SGLang or llama.cpp; None when they are not there.
 
-    `realtime_tokens_total` moves while requests run; `generation_tokens_total` of some versions only at their end.
+    `realtime_tokens_total` moves while requests run; `generation_tokens_total` of some versions only at their end, as
+    do llama.cpp's counts of tokens: what moves there is the count of its steps.
     """
-    sums: dict[str, float] = {}
+    tokens, requests = 0.0, None
     for line in metrics.splitlines():
         name, _, rest = line.partition("{") if "{" in line else line.partition(" ")
-        if name in _PULSE_NAMES:
-            sums[name] = sums.get(name, 0.0) + float(rest.rpartition(" ")[2])
-    running = sums.get("sglang:num_running_reqs")
-    if running is None:
-        return None
-    tokens = sums.get("sglang:realtime_tokens_total", 0.0) + sums.get("sglang:generation_tokens_total", 0.0)
-    return Pulse(tokens, running + sums.get("sglang:num_queue_reqs", 0.0))
+        if name in _WORK_DONE:
+            tokens += float(rest.rpartition(" ")[2])
+        elif name in _REQUESTS:
+            requests = (requests or 0.0) + float(rest.rpartition(" ")[2])
+    return None if requests is None else Pulse(tokens, requests)
 
 
-_PULSE_NAMES = {
-    "sglang:realtime_tokens_total", "sglang:generation_tokens_total", "sglang:num_running_reqs", "sglang:num_queue_reqs"
+_WORK_DONE = {"sglang:realtime_tokens_total", "sglang:generation_tokens_total", "llamacpp:n_decode_total"}
+_REQUESTS = {
+    "sglang:num_running_reqs", "sglang:num_queue_reqs", "llamacpp:requests_processing", "llamacpp:requests_deferred"
 }  # fmt: skip
 
 
