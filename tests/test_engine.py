@@ -11,7 +11,7 @@ from harness.fake_server import mark
 from harness.processes import wait_until
 from harness.services import FakeServer, Ports
 
-from gend.engine import Load, connect, error_message, request_body
+from gend.engine import Load, Pulse, connect, error_message, read_pulse, request_body
 from gend.errors import PromptRefused, ServerFault, ServerUnavailable
 from gend.records import Reply, Sampling
 
@@ -75,6 +75,36 @@ def test_a_request_says_everything_that_was_set_and_nothing_else() -> None:
 )
 def test_error_messages_are_one_short_line(raw: bytes, message: str) -> None:
     assert error_message(raw) == message
+
+
+SGLANG = """\
+# TYPE sglang:num_running_reqs gauge
+sglang:num_running_reqs{model_name="m",tp_rank="0"} 3.0
+sglang:num_running_reqs_offline_batch{model_name="m",tp_rank="0"} 9.0
+sglang:num_queue_reqs{model_name="m",tp_rank="0"} 2.0
+sglang:realtime_tokens_total{mode="prefill_compute",model_name="m"} 70.0
+sglang:realtime_tokens_total{mode="decode",model_name="m"} 1.5e+03
+"""
+LLAMA = """\
+llamacpp:tokens_predicted_total 200
+llamacpp:n_decode_total 42
+llamacpp:requests_processing 8
+llamacpp:requests_deferred 17
+"""
+
+
+@pytest.mark.parametrize(
+    ("metrics", "pulse"),
+    [
+        (SGLANG, Pulse(1570.0, 5.0)),
+        (LLAMA, Pulse(42.0, 25.0)),
+        (LLAMA.replace(" 8", " 0").replace(" 17", " 0"), Pulse(42.0, 0.0)),
+        ("", None),
+        ("vllm:num_requests_running 3\n", None),
+    ],
+)
+def test_a_pulse_is_what_moves_while_requests_run(metrics: str, pulse: Pulse | None) -> None:
+    assert read_pulse(metrics) == pulse
 
 
 async def test_a_reply_comes_back_whole(fake: FakeServer) -> None:
