@@ -162,12 +162,19 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     run: Run
     control: Control
     done_batches: int
+    last_done: bool
     leased_batches: int
     counts: dict[str, int]
 
     @property
     def finished(self) -> bool:
         return self.done_batches >= self.run.batches
+
+    @property
+    def done_rows(self) -> int:
+        """Rows of the done batches; the last batch may be short."""
+        short = self.run.batches * self.run.batch_size - self.run.set.accepted if self.last_done else 0
+        return self.done_batches * self.run.batch_size - short
 
 
 @contextlib.contextmanager
@@ -298,20 +305,22 @@ class Ledger:
         now_ms = self._now_ms()
         with _redis_errors():
             pipe = self.redis.pipeline(transaction=False)
-            for run in runs:
-                pipe.scard(f"gend:run:{run}:done")
-                pipe.zcount(f"gend:run:{run}:leases", now_ms, "+inf")
-                pipe.hgetall(f"gend:run:{run}:counts")
-            answers = pipe.execute()
+            for run in runs.values():
+                pipe.scard(f"gend:run:{run.id}:done")
+                pipe.sismember(f"gend:run:{run.id}:done", str(run.batches - 1))
+                pipe.zcount(f"gend:run:{run.id}:leases", now_ms, "+inf")
+                pipe.hgetall(f"gend:run:{run.id}:counts")
+            answers = iter(pipe.execute())
         return [
             Progress(
                 run=run,
                 control=controls.get(run.id, Control()),
                 done_batches=done,
+                last_done=bool(last),
                 leased_batches=leased,
                 counts={field: int(value) for field, value in counts.items()},
             )
-            for run, (done, leased, counts) in zip(runs.values(), zip(*[iter(answers)] * 3, strict=True), strict=True)
+            for run, done, last, leased, counts in zip(runs.values(), *[answers] * 4, strict=True)
         ]
 
     # -- batches -------------------------------------------------------------------------------------------------

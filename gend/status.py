@@ -295,7 +295,7 @@ def _run(progress: Progress, minutes: list[Sample], up: dict[str, float]) -> Run
         batches=run.batches,
         batches_done=progress.done_batches,
         batches_leased=progress.leased_batches,
-        rows_done=min(progress.done_batches * run.batch_size, run.set.accepted),
+        rows_done=progress.done_rows,
         verdicts={name.removeprefix("verdict:"): n for name, n in counts.items() if name.startswith("verdict:")},
         completion_tokens=counts.get("completion_tokens", 0),
         active_seconds=up.get(f"run:{run.id}"),
