@@ -127,6 +127,11 @@ class RQWorker(BaseWorker):
                 self.last_cleaned_at = now()  # type: ignore[assignment]
                 log.warning("RQ's own clean-up failed (%s: %s): left for the next time", type(error).__name__, error)
 
+    def _set_connection(self, connection: redis.Redis) -> redis.Redis:
+        """RQ would raise the socket's timeout to 415 s, for a blocking pop that we never make: a Redis that has gone
+        silent would then hold up leases and marks for as long."""
+        return connection
+
     def procline(self, message: str) -> None:
         """RQ would rename the process at each job; the name set at the start is what `ps` should show."""
 
