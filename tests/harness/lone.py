@@ -165,12 +165,7 @@ class Lone:
         if pid == 0:
             code = 1
             try:
-                os.dup2(read, 0)
-                with open(log, "ab", buffering=0) as out:
-                    os.dup2(out.fileno(), 1)
-                    os.dup2(out.fileno(), 2)
-                sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", 1), open(2, "w", 1)  # noqa: SIM115
-                os.close(write)
+                _leave_nothing_open(read, log)
                 for wrapper in wrappers:
                     wrapper()
                 gend.cli.main.main(
@@ -214,6 +209,10 @@ class Lone:
             f"worker {worker.pid} says how it stands", failed=self.logs,
         )  # fmt: skip
 
+    def rows_made(self, worker: LoneWorker) -> int:
+        """How many rows a worker says it has made."""
+        return sum(view["totals"].get("rows", 0) for view in self.ledger.workers() if view["pid"] == worker.pid)
+
     def wait_done(self, run: Run, seconds: float = 60) -> None:
         wait_until(
             lambda: len(self.ledger.done(run.id)) == run.batches, f"run {run.id} is done", seconds=seconds,
@@ -229,6 +228,22 @@ class Lone:
     def end(self) -> None:
         for worker in self.workers:
             worker.end()
+
+
+def _leave_nothing_open(stdin: int, log: Path) -> None:
+    """In a forked worker: only its own stdin and log. A proxy's connection that stays open here is never cut.
+
+    What was open becomes /dev/null rather than closed, so that objects which still hold its number do no harm.
+    """
+    os.dup2(stdin, 0)
+    out, nothing = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), os.open(os.devnull, os.O_RDWR)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2 and number != nothing:
+            with contextlib.suppress(OSError):  # the listing's own
+                os.dup2(nothing, number)
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", 1), open(2, "w", 1)  # noqa: SIM115
 
 
 def kept_ids(work: Path, store: Path, run: str) -> set[str]:

@@ -1,0 +1,367 @@
+"""Redis and the store away, emptied, full, slow or strange: gend waits, keeps what it has, says so, and goes on.
+
+A worker and a loader on real servers behind proxies that misbehave. No outage uses up a row's attempts, makes a kept
+row a second time, or marks a batch done that has no part.
+"""
+
+import contextlib
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from harness.daemon import Daemon
+from harness.lone import Lone, LoneWorker, Wrapper, done_without_part, started_since
+from harness.processes import wait_until
+from harness.proxy import S3Fault, S3Proxy, TcpProxy, expired_token, internal_error, slow_down
+from harness.reader import FolderParts, Parts, S3Parts, assert_whole, times_finished, write_prompts
+from harness.services import BUCKET, Authority, FakeServer, Ports, SeaweedFS, Valkey
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from gend.ledger import Ledger
+from gend.records import Run, counts_of, part_key
+from gend.status import read_status
+
+ROWS = 48
+
+
+@pytest.fixture
+def server(folder: Path, marker: str, ports: Ports) -> Iterator[FakeServer]:
+    """A fake server that makes some 20 rows a second."""
+    with FakeServer(folder / "fake", marker, ports.block(1), "--speed", "4", "--max-running-requests", "6") as fake:
+        yield fake
+
+
+@pytest.fixture
+def make_lone(folder: Path, server: FakeServer) -> Iterator[Callable[..., Lone]]:
+    made: list[Lone] = []
+
+    def make(redis: str, name: str = "box", **options: Any) -> Lone:
+        made.append(Lone(folder / name, server.url, redis, **options))
+        return made[-1]
+
+    yield make
+    for box in made:
+        box.end()
+
+
+@contextlib.contextmanager
+def working(lone: Lone, run: Run, *wrappers: Wrapper) -> Iterator[LoneWorker]:
+    """A worker and a loader that have made some rows; after the block they finish the run and end in good order."""
+    with lone.supplied():
+        worker = lone.start(*wrappers)
+        wait_until(lambda: lone.rows_made(worker) > 5, "some rows are made", failed=lone.logs)
+        yield worker
+        lone.wait_done(run)
+        worker.signal(signal.SIGTERM)
+        assert worker.wait() == 0, worker.log.read_text()
+
+
+def impatient() -> None:
+    """A wrapper: silence of Redis is noticed after 0.3 s instead of 5."""
+    Ledger.__init__.__defaults__ = (0.3,)
+
+
+def away(lone: Lone) -> set[str]:
+    """What `gend status` says to be away."""
+    return {outage.what for outage in read_status(lone.ledger, lone.settings).outages}
+
+
+def assert_nothing_came_of_it(store: Parts, server: FakeServer, source: Path, run: Run) -> None:
+    """Every row is there, of the first attempt, and no prompt was answered twice."""
+    seen = assert_whole(store, source, run.id)
+    assert {row["attempts"] for row in seen.rows.values()} == {1}
+    assert set(times_finished(server.request_log, source).values()) == {1}
+
+
+# ---- Redis
+
+
+@pytest.fixture
+def redis_server(folder: Path, marker: str, ports: Ports) -> Iterator[Valkey]:
+    with Valkey(folder / "redis", marker, port=ports.block(1)) as running:
+        yield running
+
+
+@pytest.fixture
+def redis_proxy(redis_server: Valkey, ports: Ports) -> Iterator[TcpProxy]:
+    with TcpProxy(("127.0.0.1", redis_server.port), ports.block(1)) as proxy:
+        yield proxy
+
+
+@pytest.mark.parametrize("how", ["refuse", "blackhole", "cut"])
+def test_redis_away_in_the_middle_of_batches(
+    how: str,
+    make_lone: Callable[..., Lone],
+    server: FakeServer,
+    redis_server: Valkey,
+    redis_proxy: TcpProxy,
+    tmp_path: Path,
+) -> None:
+    lone = make_lone(redis_server.url_at(redis_proxy.port))
+    source = write_prompts(tmp_path / "prompts.jsonl", ROWS)
+    run = lone.register(source)
+    behind = Ledger(redis_server.url)
+    with working(lone, run, impatient) as worker:
+        if how == "cut":
+            for towards in ("up", "down") * 3:
+                redis_proxy.set("cut", after=200, towards=towards)
+                wait_until(lambda: redis_proxy.after == 0, "a connection was cut")
+        else:
+            redis_proxy.set(how)
+            wait_until(lambda: "redis is away" in worker.log.read_text(), "the worker says so")
+            wait_until(lambda: not behind.leased(run.id), "all leases have ended")
+            parts = FolderParts(lone.store_folder)
+            assert not done_without_part(behind, parts, run)
+        redis_proxy.set("pass")
+    assert_nothing_came_of_it(FolderParts(lone.store_folder), server, source, run)
+    assert lone.ledger.progress()[0].counts["rows"] == ROWS
+
+
+def refuse_writes(redis_server: Valkey) -> Callable[[], None]:
+    redis_server.client().replicaof("127.0.0.1", "1")  # READONLY
+    return lambda: redis_server.client().replicaof("NO", "ONE") and None
+
+
+def no_memory(redis_server: Valkey) -> Callable[[], None]:
+    redis_server.client().config_set("maxmemory", "1")  # OOM
+    return lambda: redis_server.client().config_set("maxmemory", "0") and None
+
+
+def no_disk(redis_server: Valkey) -> Callable[[], None]:
+    """MISCONF: it could not save, and refuses writes until it can."""
+    redis_server.client().config_set("stop-writes-on-bgsave-error", "yes")
+    redis_server.client().config_set("save", "1 1")
+    (redis_server.folder / "dump.rdb").mkdir()
+    wait_until(lambda: redis_server.client().info("persistence")["rdb_last_bgsave_status"] == "err", "a save fails")
+
+    def mend() -> None:
+        (redis_server.folder / "dump.rdb").rmdir()
+        redis_server.client().config_set("save", "")
+        redis_server.client().config_set("stop-writes-on-bgsave-error", "no")
+
+    return mend
+
+
+@pytest.mark.parametrize("how", [refuse_writes, no_memory, no_disk])
+def test_redis_refuses_writes(how: Callable[[Valkey], Callable[[], None]], make_lone: Callable[..., Lone],
+                              server: FakeServer, redis_server: Valkey, tmp_path: Path) -> None:  # fmt: skip
+    lone = make_lone(redis_server.url)
+    source = write_prompts(tmp_path / "prompts.jsonl", ROWS)
+    run = lone.register(source)
+    with working(lone, run) as worker:
+        mend = how(redis_server)
+        wait_until(lambda: "redis is away" in worker.log.read_text(), "the worker says so", failed=lone.logs)
+        assert away(lone) == {"redis"}
+        mend()
+    assert_nothing_came_of_it(FolderParts(lone.store_folder), server, source, run)
+
+
+def emptied(redis_server: Valkey, old: Path) -> None:
+    redis_server.client().flushall()
+
+
+def restarted_empty(redis_server: Valkey, old: Path) -> None:
+    redis_server.kill()
+    shutil.rmtree(redis_server.folder / "appendonlydir")
+    redis_server.start()
+
+
+def restarted_with_old_data(redis_server: Valkey, old: Path) -> None:
+    """With what it held before the run was registered."""
+    redis_server.kill()
+    shutil.rmtree(redis_server.folder / "appendonlydir")
+    shutil.copytree(old, redis_server.folder / "appendonlydir")
+    redis_server.start()
+
+
+def restarted_slowly(redis_server: Valkey, old: Path) -> None:
+    """It answers LOADING for a while: there is much to read, and each key takes its time."""
+    with redis_server.client().pipeline() as pipe:
+        for number in range(3000):
+            pipe.set(f"ballast:{number}", number)
+        pipe.execute()
+    redis_server.kill()
+    redis_server.settings["key-load-delay"] = "1000"  # microseconds
+    redis_server.start(wait=False)
+    wait_until(lambda: is_loading(redis_server), "it says LOADING")
+    redis_server.wait()
+
+
+def is_loading(redis_server: Valkey) -> bool:
+    with contextlib.closing(redis_server.client(retry=Retry(NoBackoff(), 0))) as client:
+        try:
+            client.ping()
+        except redis.BusyLoadingError:
+            return True
+        except redis.ConnectionError:
+            return False
+    raise AssertionError("it was loaded before anybody could ask")
+
+
+@pytest.mark.parametrize("how", [emptied, restarted_empty, restarted_with_old_data, restarted_slowly])
+def test_redis_forgets(how: Callable[[Valkey, Path], None], make_lone: Callable[..., Lone], server: FakeServer,
+                       redis_server: Valkey, tmp_path: Path) -> None:  # fmt: skip
+    shutil.copytree(redis_server.folder / "appendonlydir", tmp_path / "old")
+    lone = make_lone(redis_server.url)
+    source = write_prompts(tmp_path / "prompts.jsonl", ROWS)
+    run = lone.register(source)
+    with working(lone, run):
+        wait_until(lambda: lone.ledger.done(run.id), "a batch is done", failed=lone.logs)
+        how(redis_server, tmp_path / "old")
+    assert_nothing_came_of_it(FolderParts(lone.store_folder), server, source, run)
+    wait_counted(lone, run)
+
+
+def wait_counted(lone: Lone, run: Run) -> None:
+    """The counts come back with the ledger: the loader reads the parts that a listing has found."""
+    with lone.supplied():
+        wait_until(lambda: lone.ledger.progress()[0].counts.get("verdict:ok") == ROWS, "all rows are counted")
+
+
+def test_a_redis_that_throws_keys_away_is_refused(
+    folder: Path, marker: str, make_daemon: Callable[..., Daemon]
+) -> None:
+    settings = {"maxmemory": "50mb", "maxmemory-policy": "allkeys-lru"}
+    with Valkey(folder / "redis", marker, settings=settings) as evicting:
+        refused = make_daemon(servers=1, redis=evicting.url).cli("up", code=2).stderr
+    assert "maxmemory-policy noeviction" in refused
+
+
+# ---- the store
+
+
+@pytest.fixture
+def s3(seaweed: SeaweedFS, ports: Ports, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Proxy]:
+    for name, value in {**seaweed.variables(), "AWS_EC2_METADATA_DISABLED": "true"}.items():
+        monkeypatch.setenv(name, value)
+    with S3Proxy(seaweed.endpoint, ports.block(1), keys=seaweed.keys) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def on_s3(make_lone: Callable[..., Lone], valkey: Valkey, seaweed: SeaweedFS, s3: S3Proxy, prefix: str) -> Lone:
+    """A box with its store behind the proxy."""
+    return make_lone(valkey.url, store=f"s3://{BUCKET}/{prefix}", endpoint=s3.endpoint)
+
+
+@pytest.fixture
+def parts(seaweed: SeaweedFS, prefix: str) -> S3Parts:
+    """The parts of that box, read around the proxy."""
+    return S3Parts(seaweed.client(), BUCKET, prefix)
+
+
+FAULTS = {
+    "slow down": slow_down(),
+    "errors": internal_error(),
+    "expired credentials": expired_token(),
+    "wrong credentials": S3Fault("status", status=403, code="InvalidAccessKeyId"),
+    "puts cut": S3Fault("cut_put", {"PutObject"}),
+    "not S3": S3Fault("status", status=502, code=""),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_store_is_away(
+    fault: str, on_s3: Lone, parts: Parts, server: FakeServer, s3: S3Proxy, tmp_path: Path
+) -> None:
+    source = write_prompts(tmp_path / "prompts.jsonl", ROWS)
+    run = on_s3.register(source)
+    with working(on_s3, run):
+        s3.set(FAULTS[fault])
+        wait_until(lambda: "store" in away(on_s3), "status says so", failed=on_s3.logs)
+        s3.set()
+    assert_nothing_came_of_it(parts, server, source, run)
+    assert not away(on_s3)
+
+
+def test_answers_of_the_store_are_lost(
+    on_s3: Lone, parts: Parts, server: FakeServer, s3: S3Proxy, tmp_path: Path
+) -> None:
+    """It does what it was asked for, and the answer never comes: the second put finds the first one's part."""
+    source = write_prompts(tmp_path / "prompts.jsonl", ROWS)
+    run = on_s3.register(source)
+    s3.set(S3Fault("lose_answer", {"PutObject"}, times=4))
+    with working(on_s3, run):
+        pass
+    assert_nothing_came_of_it(parts, server, source, run)
+
+
+def test_a_strict_store_over_tls(
+    make_lone: Callable[..., Lone],
+    parts: Parts,
+    prefix: str,
+    server: FakeServer,
+    valkey: Valkey,
+    s3: S3Proxy,
+    authority: Authority,
+    ports: Ports,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It refuses aws-chunked bodies, does not know If-None-Match, and the connection breaks in the middle of a put."""
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(authority.bundle))
+    with S3Proxy(s3.behind, ports.block(1), tls=authority.context(), keys=s3.keys) as strict:
+        broken = S3Fault("cut_put", {"PutObject"}, key="/parts/", times=2)
+        strict.set(S3Fault("refuse_aws_chunked"), broken, S3Fault("ignore_if_none_match"))
+        lone = make_lone(valkey.url, store=f"s3://{BUCKET}/{prefix}", endpoint=strict.endpoint)
+        lone.store.check()
+        source = write_prompts(tmp_path / "prompts.jsonl", ROWS)
+        run = lone.register(source)
+        with working(lone, run):
+            pass
+        assert (strict.answers["PutObject", 501], strict.answers["PutObject", 0]) == (0, 2)
+    assert_nothing_came_of_it(parts, server, source, run)
+
+
+def test_what_strangers_put_under_the_prefix(make_lone: Callable[..., Lone], server: FakeServer, valkey: Valkey,
+                                             tmp_path: Path) -> None:  # fmt: skip
+    """In the place of parts: nothing, half a part, another run's part, noise. Beside them: folders, runs, files."""
+    lone = make_lone(valkey.url)
+    source = write_prompts(tmp_path / "prompts.jsonl", ROWS)
+    run = lone.register(source)
+    lone.finish(run)
+    store, good = lone.store, [lone.store.get(part_key(run.id, number)) or b"" for number in range(run.batches)]
+    wrong = [b"", good[1][:-20], good[1].replace(run.id.encode(), b"another-run"), b"\x00\xff noise\n", good[5]]
+    for number, body in enumerate(wrong):
+        store.replace(part_key(run.id, number), body)
+    for name in ("00000000.jsonl.bak", "99999999.jsonl", "0.jsonl", "notes/00000001.jsonl"):
+        store.replace(f"runs/{run.id}/parts/{name}", b"{}\n")
+    store.replace("runs/stranger/readme.txt", b"hello")
+    store.replace("runs/broken/run.json", b"{")
+    store.replace("runs/copied/run.json", store.get(f"runs/{run.id}/run.json") or b"")
+    store.replace(f"runs/{run.id}/control.json", b"not json")
+    lone.ledger.redis.flushall()
+    lone.finish(run)
+    assert all(counts_of(store.get(part_key(run.id, n)) or b"", run.batch(n)) for n in range(run.batches))
+    assert store.get(part_key(run.id, 5)) == good[5], "what was good is left alone"
+    assert list(lone.ledger.runs()) == [run.id]
+
+
+# ---- the box
+
+
+def test_the_box_is_lost(
+    on_s3: Lone, make_lone: Callable[..., Lone], parts: S3Parts, prefix: str, server: FakeServer, s3: S3Proxy,
+    valkey: Valkey, tmp_path: Path,
+) -> None:  # fmt: skip
+    """An empty disk, an empty Redis, the same settings: the new box finds run, prompts and parts in the store."""
+    source = write_prompts(tmp_path / "prompts.jsonl", ROWS)
+    run = on_s3.register(source)
+    with on_s3.supplied():
+        worker = on_s3.start()
+        wait_until(lambda: len(on_s3.ledger.done(run.id)) > 1, "batches are done", failed=on_s3.logs)
+        worker.end()
+    shutil.rmtree(on_s3.work)
+    valkey.client().flushall()
+    there, now = {name: parts.read(name) for name in parts.names() if "/parts/" in name}, time.time()
+    new = make_lone(valkey.url, "new", store=f"s3://{BUCKET}/{prefix}", endpoint=s3.endpoint)
+    new.finish(run)
+    assert_whole(parts, source, run.id)
+    assert {name: parts.read(name) for name in there} == there
+    assert len(started_since(server.request_log, source, now)) == ROWS - 8 * len(there)
