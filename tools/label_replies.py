@@ -106,6 +106,55 @@ Give a quiz with twenty questions and answers on geography.
 What does the tag <b> do in HTML?
 """.strip().splitlines()
 
+# Asked after all thresholds had been chosen, so that their replies test and never tune; long, as loops are in earnest.
+FRESH_PROMPTS = """
+Tell me about the history of chess.
+Write an article on the migration of birds.
+How do I repair a bicycle tyre?
+Explain photosynthesis in detail.
+Write a speech for a wedding.
+What is the difference between a virus and a bacterium?
+Describe a walk through an old town at night.
+List fifty countries with their capitals.
+Write a Python script that reads a CSV file and prints the sum of each column.
+Write a function in C that reverses a linked list.
+Give me a weekly meal plan with shopping list.
+Write a long fairy tale about a fox and a miller.
+Explain how a computer processor executes instructions.
+Write a product description for a kettle.
+Make a list of thirty English idioms with explanations.
+Summarise the rules of football.
+Write a cover letter for a job as a gardener.
+Explain inflation and its causes.
+Write a poem about winter in eight stanzas.
+Solve: a train leaves at 9:00 with 80 km/h, another at 10:00 with 120 km/h. When do they meet?
+What is 12 factorial? Show each step.
+Write a bash script that backs up a folder every night.
+Write the first 50 square numbers.
+Write a SQL schema for a library.
+Describe each planet of the solar system in one paragraph.
+Explain recursion with many examples.
+Write an interview with a famous violinist.
+Give arguments for and against zoos.
+Write a user manual for a washing machine.
+Write a JSON configuration for a web server with ten routes.
+Write a list of 100 boys' names.
+Write a markdown table with the months and their number of days.
+Tell me a joke, then explain it at length.
+Write a blog post on how to learn a language.
+Describe the water cycle.
+Write an HTML page with a form of twelve fields.
+Write ten haiku about the sea.
+Write a play with three characters in a lift.
+How does a bank make money? Think carefully.
+Count from 1 to 200 in words.
+Compare Python and Java in ten points.
+Write a letter from a soldier to his mother.
+Explain the theory of relativity to a grandmother.
+Write a hymn to the sun with a chorus.
+""".strip().splitlines()
+FRESH_SETTING = (0.2, 1600)
+
 # temperature and max_tokens: greedy and long is where small models loop; hot is where they come apart.
 SETTINGS = ((0.0, 1100), (0.8, 450), (1.3, 220))
 
@@ -120,15 +169,12 @@ def main() -> None:
     collect_parser.add_argument("url", help="http://host:port/v1")
     collect_parser.add_argument("file", type=Path)
     collect_parser.add_argument("--prompts", type=Path, help="JSON lines with id and prompt; only their ids are kept")
-    collect_parser.add_argument("--temperature", type=float, default=0.3, help="for the prompts of that file")
-    collect_parser.add_argument("--max-tokens", type=int, default=400, help="for the prompts of that file")
-    collect_parser.add_argument("--split", choices=("tune", "test"), help="for the prompts of that file, else by hash")
     for name in ("label", "made"):
         commands.add_parser(name).add_argument("file", type=Path)
     args = parser.parse_args()
     rows = read(args.file)
     if args.command == "collect":
-        collect(args, rows)
+        collect(args.url, args.prompts, rows, args.file)
     elif args.command == "label":
         label(rows, args.file)
     else:
@@ -169,30 +215,34 @@ def row_of(key: str, group: str, label: str | None, by: str, reply: dict[str, An
 # Real replies -------------------------------------------------------------------------------------------------------
 
 
-def collect(args: argparse.Namespace, rows: dict[str, dict[str, Any]]) -> None:
+def collect(url: str, more: Path | None, rows: dict[str, dict[str, Any]], path: Path) -> None:
     """Ask for what is not in `rows`, four at a time, and write the file after every twenty replies.
 
-    A reply that quotes a prompt of --prompts is not kept: those prompts may not be ours to publish.
+    A reply that quotes a prompt of `more` is not kept: those prompts may not be ours to publish.
     """
     tasks: list[Task] = []
-    if args.prompts:
-        for given in map(json.loads, args.prompts.read_text().splitlines()):
-            thinking = zlib.crc32(given["id"].encode()) % 4 == 0
-            tasks.append((given["id"], given["prompt"], args.temperature, args.max_tokens, thinking))
-    else:
-        for number, prompt in enumerate(PROMPTS):
-            tasks += [(f"own-{number:02d}", prompt, *setting, False) for setting in SETTINGS]
-            if number % 2 == 0:
-                tasks.append((f"own-{number:02d}", prompt, 0.6, 600, True))
+    for number, prompt in enumerate(PROMPTS):
+        tasks += [(f"own-{number:02d}", prompt, *setting, False) for setting in SETTINGS]
+        if number % 2 == 0:
+            tasks.append((f"own-{number:02d}", prompt, 0.6, 600, True))
+    for number, prompt in enumerate(FRESH_PROMPTS):
+        tasks.append((f"fresh-{number:02d}", prompt, *FRESH_SETTING, thinks(f"fresh-{number:02d}")))
+    for given in map(json.loads, more.read_text().splitlines() if more else []):
+        tasks.append((given["id"], given["prompt"], 0.3, 400, thinks(given["id"])))
     tasks = [task for task in tasks if task_id(task) not in rows]
     with ThreadPoolExecutor(4) as pool:
-        replies = pool.map(lambda task: ask(args.url, task), tasks)
+        replies = pool.map(lambda task: ask(url, task), tasks)
         for count, (task, row) in enumerate(zip(tasks, replies, strict=True), 1):
-            if not args.prompts or not quotes(row["reply"], task[1]):
-                rows[row["id"]] = row | ({"split": args.split} if args.split else {})
+            if task[0].startswith(("own-", "fresh-")) or not quotes(row["reply"], task[1]):
+                rows[row["id"]] = row
             if count % 20 == 0 or count == len(tasks):
-                write(args.file, rows)
+                write(path, rows)
                 print(f"{count} of {len(tasks)}", file=sys.stderr)
+
+
+def thinks(group: str) -> bool:
+    """One prompt in four is answered with a thought."""
+    return zlib.crc32(group.encode()) % 4 == 0
 
 
 def task_id(task: Task) -> str:
@@ -225,7 +275,8 @@ def ask(url: str, task: Task) -> dict[str, Any]:
         "finish_reason": choice["finish_reason"],
         "usage": {name: usage[name] for name in ("prompt_tokens", "completion_tokens", "reasoning_tokens")},
     }
-    return row_of(task_id(task), group, None, "eye", reply, thinking=thinking, max_tokens=max_tokens)
+    split = "test" if group.startswith("fresh-") else None
+    return row_of(task_id(task), group, None, "eye", reply, thinking=thinking, max_tokens=max_tokens, split=split)
 
 
 def quotes(reply: dict[str, Any], prompt: str) -> bool:
