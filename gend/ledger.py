@@ -494,8 +494,9 @@ class Ledger:
         done, leases, *_ = _keys(run.id)
         now_ms = self._now_ms()
         with _redis_errors():
-            names = map(_JOB_NAME.search, queue.get_job_ids())
-            waiting = sorted({int(name[1]) for name in names if name})
+            names = cast(list[bytes], self.raw.lrange(queue.key, 0, -1))  # others' may be any bytes
+            ours = map(re.compile(rf"{run.id}-(\d+)-[0-9a-f]+".encode()).fullmatch, names)
+            waiting = sorted({int(name[1]) for name in ours if name})
             pipe = self.redis.pipeline(transaction=False)
             pipe.smismember(done, waiting or [-1])
             pipe.zmscore(leases, [str(batch) for batch in waiting] or ["-1"])
@@ -654,10 +655,6 @@ JOB_FUNCTION = "gend.worker.run_batch"
 def queue_name(run: str) -> str:
     """The RQ queue of a run."""
     return f"gend-{run}"
-
-
-_JOB_NAME = re.compile(r"-(\d+)-[0-9a-f]+\Z")
-"""The end of the name of a job of ours: its batch number, and what makes the name new. Others' jobs are not counted."""
 
 
 def _keys(run: str) -> list[str]:

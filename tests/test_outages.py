@@ -183,11 +183,11 @@ def restarted_with_old_data(redis_server: Valkey, old: Path) -> None:
 def restarted_slowly(redis_server: Valkey, old: Path) -> None:
     """It answers LOADING for a while: there is much to read, and each key takes its time."""
     with redis_server.client().pipeline() as pipe:
-        for number in range(3000):
+        for number in range(6000):
             pipe.set(f"ballast:{number}", number)
         pipe.execute()
     redis_server.kill()
-    redis_server.settings["key-load-delay"] = "1000"  # microseconds
+    redis_server.settings["key-load-delay"] = "500"  # microseconds; it looks up every 1,024 keys
     redis_server.start(wait=False)
     wait_until(lambda: is_loading(redis_server), "it says LOADING")
     redis_server.wait()
