@@ -14,7 +14,9 @@ rights (the command line sees to it) the files are everybody's, and the server i
 import contextlib
 import fcntl
 import importlib.util
+import logging
 import os
+import re
 import socket
 import stat
 import subprocess
@@ -23,6 +25,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gend.errors import LedgerUnavailable, SettingsError
+
+log = logging.getLogger("gend.valkey")
 
 _SOCKET = "valkey.sock"
 _LOG_FOLDER = "appendonlydir"
@@ -86,23 +90,44 @@ def revive(folder: Path) -> None:
 
 
 def ensure(home: Path, lock: int) -> None:
-    """Start a Valkey in `home` unless one answers there already. `lock` keeps two starters apart."""
+    """Start a Valkey in `home` unless one answers there already. `lock` keeps two starters apart.
+
+    One that is there and says nothing (it loads, or its disk is slow) is waited for: two on the same files would
+    spoil them. Files that no Valkey can read, as a power cut may leave them, are put aside: the ledger comes back from
+    the store. Raises LedgerUnavailable.
+    """
     if _answers(home):
         return
     fcntl.flock(lock, fcntl.LOCK_EX)
     try:
         if _answers(home):
             return
-        _start(home)
+        try:
+            _wait(home, None if pid(home.parent) else _start(home))
+        except _Unreadable as error:
+            aside = home / f"{_LOG_FOLDER}.unreadable-{time.time_ns():x}"
+            log.warning("%s; its files are put aside as %s", error, aside)
+            (home / _LOG_FOLDER).rename(aside)
+            _wait(home, _start(home))
+    except OSError as error:
+        raise LedgerUnavailable(f"gend's own Valkey cannot be started in {home}: {error.strerror}") from error
     finally:
         fcntl.flock(lock, fcntl.LOCK_UN)
 
 
-def _start(home: Path) -> None:
+_UNREADABLE = re.compile(
+    "Bad file format|nrecoverable|Unexpected end of file|AOF manifest|Unable to obtain the AOF|RDB"
+)
+
+
+class _Unreadable(LedgerUnavailable):
+    """Valkey ended because of what it found in its append-only files."""
+
+
+def _start(home: Path) -> "subprocess.Popen[bytes]":
     (home / _SOCKET).unlink(missing_ok=True)  # a killed server leaves its socket, and would not bind over it
     shared = shared_with_group(home)
     _make(home / _LOG_FOLDER, shared)  # Valkey itself would make it 0755 whatever the umask
-    log = home / "valkey.log"
     config = home / "valkey.conf"
     config.write_text(
         "port 0\n"
@@ -113,19 +138,29 @@ def _start(home: Path) -> None:
         "set-max-intset-entries 100000\n"  # the done sets hold small integers: 2 to 4 bytes each instead of 40
         "daemonize no\nloglevel notice\n"
     )
-    with open(log, "ab") as out:
-        process = subprocess.Popen(
+    with open(home / "valkey.log", "ab") as out:
+        return subprocess.Popen(
             [str(_program()), str(config)],
             stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+            env={name: value for name, value in os.environ.items() if not name.startswith("AWS_")},
         )  # fmt: skip
+
+
+def _wait(home: Path, process: "subprocess.Popen[bytes] | None") -> None:
+    """Until it answers; `process` is None for one that was there before."""
     deadline = time.monotonic() + _START_SECONDS
     while not _answers(home):
-        if process.poll() is not None:
-            tail = log.read_text(errors="replace").splitlines()[-3:]
-            raise LedgerUnavailable(f"gend's own Valkey ended at once ({process.returncode}): {' | '.join(tail)}")
+        if process is not None and process.poll() is not None:
+            lines = (home / "valkey.log").read_text(errors="replace").splitlines()[-6:]
+            said = " | ".join([line for line in lines if re.search(" # .", line)] or lines[-1:])
+            kind = _Unreadable if _UNREADABLE.search(said) and process.returncode > 0 else LedgerUnavailable
+            raise kind(f"gend's own Valkey ended at once ({process.returncode}): {said}")
         if time.monotonic() > deadline:
-            process.kill()
-            raise LedgerUnavailable(f"gend's own Valkey did not answer within {_START_SECONDS:.0f} s; see {log}")
+            if process is not None:
+                process.kill()
+            raise LedgerUnavailable(
+                f"gend's own Valkey did not answer within {_START_SECONDS:.0f} s; see {home / 'valkey.log'}"
+            )
         time.sleep(0.01)
 
 
@@ -157,14 +192,14 @@ def _ask(home: Path, command: bytes) -> bytes:
 
 def pid(folder: Path) -> int | None:
     """The process id of the running own Valkey, or None."""
+    home = folder / "valkey"
     try:
-        number = int((folder / "valkey" / "valkey.pid").read_text())
-        os.kill(number, 0)
-    except PermissionError:  # alive, and another user's
-        return number
+        number = int((home / "valkey.pid").read_text())
+        command = Path(f"/proc/{number}/cmdline").read_bytes()
     except (OSError, ValueError):
         return None
-    return number
+    # A killed one leaves its number behind, which is somebody else's after a while: ours names its files or its socket.
+    return number if os.fsencode(home.absolute()) in command else None
 
 
 def _stop(home: Path) -> None:
