@@ -5,10 +5,12 @@ row a second time, or marks a batch done that has no part.
 """
 
 import contextlib
+import os
 import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from harness.services import BUCKET, Authority, FakeServer, Ports, SeaweedFS, Va
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from gend import valkey as own_valkey
 from gend.ledger import Ledger
 from gend.records import Run, counts_of, part_key
 from gend.status import read_status
@@ -231,6 +234,48 @@ def test_a_redis_that_throws_keys_away_is_refused(
     with Valkey(folder / "redis", marker, settings=settings) as evicting:
         refused = make_daemon(servers=1, redis=evicting.url).cli("up", code=2).stderr
     assert "maxmemory-policy noeviction" in refused
+
+
+# ---- gend's own Valkey
+
+
+def files_of(home: Path, pattern: str) -> Path:
+    (found,) = (home / "valkey" / "appendonlydir").glob(pattern)
+    return found
+
+
+UNREADABLE: dict[str, Callable[[Path], object]] = {
+    "zeros at the end": lambda home: (file := files_of(home, "*.incr.aof")).write_bytes(
+        file.read_bytes()[:-9] + bytes(9)
+    ),
+    "an empty manifest": lambda home: files_of(home, "*.manifest").write_bytes(b""),
+    "a file missing": lambda home: files_of(home, "*.incr.aof").unlink(),
+}
+
+
+@pytest.mark.parametrize("how", UNREADABLE)
+def test_an_own_valkey_whose_files_a_power_cut_spoiled(how: str, folder: Path) -> None:
+    """It starts empty, and the loader brings it to agree with the store; a torn end alone costs nothing else."""
+    with own_valkey.hold(folder) as url:
+        Ledger(url).mark_rebuilt()
+        os.kill(own_valkey.pid(folder) or 0, signal.SIGKILL)
+    UNREADABLE[how](folder)
+    with own_valkey.hold(folder) as url:
+        assert not Ledger(url).rebuilt()
+        assert len(list((folder / "valkey").glob("appendonlydir.unreadable-*"))) == 1
+
+
+def test_an_own_valkey_that_says_nothing_is_not_doubled(folder: Path) -> None:
+    with own_valkey.hold(folder) as url, ThreadPoolExecutor() as pool:
+        number = own_valkey.pid(folder) or 0
+        os.kill(number, signal.SIGSTOP)
+        reviving = pool.submit(own_valkey.revive, folder)
+        with pytest.raises(TimeoutError):
+            reviving.result(3.0)  # it asks for two seconds before it takes an answer for none
+        os.kill(number, signal.SIGCONT)
+        reviving.result(30.0)
+        assert own_valkey.pid(folder) == number
+        Ledger(url).mark_rebuilt()
 
 
 # ---- the store
