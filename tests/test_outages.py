@@ -244,10 +244,12 @@ def files_of(home: Path, pattern: str) -> Path:
     return found
 
 
+def zero(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-60] + bytes(60))
+
+
 UNREADABLE: dict[str, Callable[[Path], object]] = {
-    "zeros at the end": lambda home: (file := files_of(home, "*.incr.aof")).write_bytes(
-        file.read_bytes()[:-9] + bytes(9)
-    ),
+    "zeros at the end": lambda home: zero(files_of(home, "*.incr.aof")),
     "an empty manifest": lambda home: files_of(home, "*.manifest").write_bytes(b""),
     "a file missing": lambda home: files_of(home, "*.incr.aof").unlink(),
 }
