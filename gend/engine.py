@@ -67,13 +67,26 @@ class _Completion(msgspec.Struct):
 
 _decode = msgspec.json.Decoder(_Completion).decode
 
+MOST_DEPTH = 200
+"""Lists and objects in a reply's tool calls are nested at most so deep: what is deeper, others could not read again."""
+
+
+def shallow(value: Any, depth: int) -> bool:
+    """Whether lists and objects in `value` are nested at most `depth` deep."""
+    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return depth > 0 and all(shallow(item, depth - 1) for item in inner)
+
+
+def _count(tokens: int | None) -> int:
+    """A number of tokens as the server gives it; 0 for none, and for one that cannot be."""
+    return tokens if tokens is not None and 0 <= tokens < 1 << 31 else 0
+
 
 class Server:
-    """A client of one server. `completed` counts replies: a fault while others complete is the prompt's own."""
+    """A client of one server."""
 
     def __init__(self, url: str, model: str, session: aiohttp.ClientSession):
         self.url, self.model, self._session = url, model, session
-        self.completed = 0
         self._probing: asyncio.Task[bool] | None = None
 
     async def chat(
@@ -104,16 +117,17 @@ class Server:
         try:
             completion = _decode(raw)
             choice = completion.choices[0]
-        except (msgspec.DecodeError, IndexError) as error:
+        except (msgspec.DecodeError, UnicodeError, IndexError, RecursionError) as error:
             raise ServerFault(f"a reply that cannot be read: {error}") from error
-        self.completed += 1
         usage, message = completion.usage or _Usage(), choice.message
+        if not shallow(message.tool_calls, MOST_DEPTH):
+            raise ServerFault("a reply that cannot be read: tool calls nested too deep")
         return Reply(
             content=message.content,
             reasoning_content=message.reasoning_content,
             tool_calls=message.tool_calls or None,
             finish_reason=choice.finish_reason,
-            usage=Usage(usage.prompt_tokens or 0, usage.completion_tokens or 0, usage.reasoning_tokens or 0),
+            usage=Usage(*map(_count, (usage.prompt_tokens, usage.completion_tokens, usage.reasoning_tokens))),
             prompt_token_ids=choice.prompt_token_ids,
             token_ids=choice.token_ids or choice.response_token_ids,  # 0.5.17 and 0.5.23 name it differently
         )

@@ -53,6 +53,7 @@ class Guard:
         self._knows: bool | None = None  # whether the model can answer canaries at all; None: not asked yet
         self._wanted = asyncio.Event()
         self._begun = self._good = 0
+        self._asked: asyncio.Task[bool] | None = None
         self._news = asyncio.Event()
         self._out: set[str] = set()
         self._crashed_with: set[str] | None = None
@@ -95,6 +96,21 @@ class Guard:
             self._news.set()
             self._news = asyncio.Event()
             await asyncio.sleep(1.0)
+
+    async def answers(self) -> bool:
+        """Whether the server, which has just failed somebody, answers anything at all; all who ask at once share it."""
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.create_task(self._answers())
+        return await asyncio.shield(self._asked)
+
+    async def _answers(self) -> bool:
+        try:
+            await self._ask(0)
+        except PromptRefused:
+            return True
+        except (ServerFault, ServerUnavailable):
+            return False
+        return True
 
     async def _right(self, ticket: int) -> bool:
         try:
@@ -147,7 +163,8 @@ class Guard:
     async def ended(self, key: str, well: bool) -> None:
         """A prompt is at its end, here: with `well` it has a row, and is no suspect any more."""
         self._out.discard(key)
-        if well and self.suspects.pop(key, None):
+        if well and key in self.suspects:
+            del self.suspects[key]
             with contextlib.suppress(LedgerUnavailable):  # then it is tried in small company once more
                 await self._redis(self._ledger.change_suspects, {}, [key])
 

@@ -51,7 +51,7 @@ class PromptSet(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
     source: str
     read: int
-    accepted: int
+    accepted: Annotated[int, msgspec.Meta(ge=1)]
     rejected: int
     bytes: int
 
@@ -68,7 +68,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     set: PromptSet
     model: str
     sampling: Sampling
-    batch_size: int
+    batch_size: Annotated[int, msgspec.Meta(ge=1)]
     created: str
     gend_version: str
     round_of: str | None = None

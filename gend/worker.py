@@ -74,7 +74,7 @@ SERVER_WRONG = os.EX_PROTOCOL
 SERVER_GONE = os.EX_TEMPFAIL
 """Exit code: the server is gone, everything was given back; start me again when it is ready."""
 
-BLAMES = 3  # faults of one prompt, each while other prompts completed, until its row is an error
+BLAMES = 6  # faults of one prompt, each with the server well right after, until its row is an error: some 16 s
 
 
 class Held:
@@ -266,7 +266,7 @@ class Worker:
                 return
             async with self.guard.place(key, RETRY if attempts + blames else rank, run.id):
                 row.attempts, row.seed = attempts + 1, row_seed(run.sampling.seed, prompt.id, attempts)
-                completed, started = self.server.completed, time.monotonic()
+                started = time.monotonic()
                 try:
                     reply = await self._converse(run, prompt, row)
                 except PromptRefused as error:
@@ -284,10 +284,9 @@ class Worker:
                             return
                         continue
                     fault = "the server aborted the request"
-            # The machinery failed, and a row fails only for its own sake: so it is blamed only when others completed
-            # on this server in the meantime.
-            if self.server.completed > completed:
-                blames += 1
+            # The machinery failed, and a row fails only for its own sake: it is blamed only when the server answers
+            # something else right after.
+            blames += await self.guard.answers()
             if blames >= BLAMES:
                 row.verdict, row.error = ERROR, fault
                 return
