@@ -478,7 +478,8 @@ def _warnings(status: Status, daemon: dict[str, Any] | None, page: dict[str, Any
     loader = next((child for child in (daemon or {}).get("children", ()) if child["name"] == "loader"), None)
     if late and loader and loader["state"] == "ready" and status.at - loader["since"] > LATE_SECONDS:
         yield "nobody samples the rates: see `gend logs loader`"
-    if not status.redis.rebuilt and (status.daemon or status.runs):
+    # Without a daemon gend's own Valkey is started anew for each command: then this says nothing.
+    if not status.redis.rebuilt and (status.daemon or (status.runs and not status.redis.own)):
         by_whom = "" if status.daemon else " by `gend up`"
         yield f"Redis was empty or started anew: the ledger is brought to agree with the store{by_whom}"
     for run in status.runs:
