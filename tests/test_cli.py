@@ -204,7 +204,9 @@ def test_enqueued_while_the_daemon_is_down(make_daemon: Make) -> None:
         10,
         {"ok": 10},
     )
-    assert "daemon is down" in daemon.cli("status").stdout
+    shown = daemon.cli("status").stdout
+    assert "daemon is down" in shown
+    assert "!" not in shown, "nothing is wrong"
     assert daemon.survivors() == []
 
 
