@@ -41,6 +41,7 @@ class Pilot(msgspec.Struct, kw_only=True):
     _rate: float = 0.0
     _before: int = 0
     _settled: bool = False
+    _told: bool = False  # the server has said what it can run
 
     def step(self, load: Load, in_flight: int, tokens: int, faults: int) -> int:
         """One look a second. `tokens` made and `faults` seen since the last look; gives the new limit."""
@@ -55,8 +56,8 @@ class Pilot(msgspec.Struct, kw_only=True):
     def _follow(self, load: Load, most: int, in_flight: int) -> None:
         running, waiting = load.running or 0, load.waiting or 0
         top = most + queue_wanted(most)
-        if not self.limit:
-            self.limit, self.limited_by = top, "slots"
+        if not self._told:
+            self._told, self.limit, self.limited_by = True, top, "slots"
         elif load.retracted:
             self.limit, self.limited_by = max(2, min(self.limit, in_flight) * 9 // 10), "kv"
         elif waiting > 2 * queue_wanted(running) and running < most:
