@@ -433,9 +433,9 @@ class Supervisor:
             self.ledger.event(event.kind, event.text, event.bad, event.at)
             self.happened.popleft()
         if self.until_idle:
-            self.idle = self.ledger.rebuilt() and all(
-                run.finished or run.control.state != "active" for run in self.ledger.progress()
-            )
+            over = all(run.finished or run.control.state != "active" for run in self.ledger.progress())
+            # Asked after: a Redis that was emptied in between knows of no run at all.
+            self.idle = over and self.ledger.rebuilt()
 
     def view(self) -> dict[str, Any]:
         """What `gend status` shows of the daemon."""
