@@ -390,6 +390,50 @@ def test_what_strangers_put_under_the_prefix(make_lone: Callable[..., Lone], ser
     assert list(lone.ledger.runs()) == [run.id]
 
 
+# ---- as long as the real ones
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "minutes"), [("redis", 3), ("store", 5), ("store slow", 2)])
+def test_a_long_outage(
+    what: str,
+    minutes: float,
+    make_daemon: Callable[..., Daemon],
+    redis_server: Valkey,
+    redis_proxy: TcpProxy,
+    seaweed: SeaweedFS,
+    s3: S3Proxy,
+    parts: Parts,
+    prefix: str,
+    tmp_path: Path,
+) -> None:
+    """A whole daemon, in the middle of batches: it goes on by itself, and nothing came of it."""
+    daemon = make_daemon(
+        servers=2,
+        redis=redis_server.url_at(redis_proxy.port),
+        store=f"s3://{BUCKET}/{prefix}",
+        endpoint=s3.endpoint,
+        environment=seaweed.variables(),
+        server_flags=("--speed", "1", "--max-running-requests", "6"),
+    )
+    source = write_prompts(tmp_path / "prompts.jsonl", 400)
+    run = daemon.enqueue(source)
+    daemon.start()
+    wait_until(lambda: len(parts.names()) > 6, "some parts are there", failed=daemon.logs)
+    if what == "redis":
+        redis_proxy.set("refuse")
+    else:
+        s3.set(slow_down() if what == "store slow" else S3Fault("cut_put"), S3Fault("status", status=500))
+    time.sleep(60 * minutes)
+    redis_proxy.set("pass")
+    s3.set()
+    wait_until(lambda: daemon.status()["runs"][0]["state"] == "finished", "the run ends", every=0.5, failed=daemon.logs)
+    assert daemon.stop() == 0
+    seen = assert_whole(parts, source, run)
+    assert {row["attempts"] for row in seen.rows.values()} == {1}
+    assert set(times_finished(daemon.request_log, source).values()) == {1}
+
+
 # ---- the box
 
 
