@@ -102,18 +102,23 @@ return new
 
 
 # Take offers: the oldest whose batch still belongs to who offered them. KEYS offers, takers; ARGV most, name.
+# Gives all that the worker has, also those that an answer which was lost on its way had told it of.
 _TAKE_OFFERS = """
-local taken = {}
-while #taken < tonumber(ARGV[1]) do
+local taken = 0
+while taken < tonumber(ARGV[1]) do
   local offer = redis.call('LPOP', KEYS[1])
   if not offer then break end
   local it = cjson.decode(offer)
   if redis.call('HGET', 'gend:run:' .. it.run .. ':owners', it.batch) == it.claim then
     redis.call('HSET', KEYS[2], offer, ARGV[2])
-    taken[#taken + 1] = offer
+    taken = taken + 1
   end
 end
-return taken
+local has, all = {}, redis.call('HGETALL', KEYS[2])
+for i = 1, #all, 2 do
+  if all[i + 1] == ARGV[2] then has[#has + 1] = all[i] end
+end
+return has
 """
 
 
@@ -424,7 +429,10 @@ class Ledger:
                 self.redis.rpush(f"gend:box:{box}:offers", *lines)
 
     def take_offers(self, box: str, most: int, worker: str) -> list[Offer]:
-        """Up to `most` offers, now this worker's; those whose batch has another owner by now are dropped."""
+        """All offers that this worker has, after it took up to `most` more.
+
+        Those whose batch has another owner by now are dropped instead of taken.
+        """
         keys = [f"gend:box:{box}:offers", f"gend:box:{box}:takers"]
         with _redis_errors():
             taken = cast(list[str], self._take_offers(keys=keys, args=[most, worker]))

@@ -121,6 +121,7 @@ class Worker:
         self._pilot = Pilot(fixed=settings.work.in_flight, share=share)
         self._faults = 0
         self._to_offer: list[tuple[Held, Offer, str, asyncio.Future[bool]]] = []
+        self._helping: set[Offer] = set()
         self._claims = itertools.count()
         self._batches: set[asyncio.Task[None]] = set()
         # One thread for Redis: RQ's objects are not made for several, and a loop must never wait for a socket.
@@ -250,9 +251,6 @@ class Worker:
         try:
             await self._attempt(run, prompt, row, key, rank)
             well = True
-        except ServerUnavailable:
-            self.guard.crashed()
-            raise
         finally:
             await self.guard.ended(key, well)
         return row
@@ -272,10 +270,15 @@ class Worker:
                 except PromptRefused as error:
                     row.verdict, row.error = REFUSED, str(error)
                     return
+                except ServerUnavailable:
+                    self.guard.crashed()
+                    raise
                 except ServerFault as error:
                     fault = str(error)
                     self._faults += 1
+                    self.guard.failed()
                 else:
+                    self.guard.lives(key)
                     row.seconds = round(time.monotonic() - started, 3)
                     row.verdict = judge(reply, run.sampling)
                     if row.verdict != ABORT:
@@ -286,7 +289,9 @@ class Worker:
                     fault = "the server aborted the request"
             # The machinery failed, and a row fails only for its own sake: it is blamed only when the server answers
             # something else right after.
-            blames += await self.guard.answers()
+            if await self.guard.answers():
+                self.guard.lives(key)
+                blames += 1
             if blames >= BLAMES:
                 row.verdict, row.error = ERROR, fault
                 return
@@ -381,29 +386,33 @@ class Worker:
         ):
             self.slots.withdraw()
             await asyncio.sleep(0)  # lets them say what they are
-            offered, self._to_offer = self._to_offer, []
-            try:
-                await self._redis(self.ledger.offer, self.box, [offer for _, offer, _, _ in offered])
-            except LedgerUnavailable:
-                for *_, made in offered:
-                    _settle(made, False)  # then they are made here
-                raise
-            for held, offer, prompt, made in offered:
-                held.elsewhere[offer] = prompt, made
+        offered, self._to_offer = self._to_offer, []
+        try:
+            await self._redis(self.ledger.offer, self.box, [offer for _, offer, _, _ in offered])
+        except LedgerUnavailable:
+            for *_, made in offered:
+                _settle(made, False)  # then they are made here
+            raise
+        for held, offer, prompt, made in offered:
+            held.elsewhere[offer] = prompt, made
         # The server's own small queue is for the steady state: here it would keep a prompt from another's free slot.
         if (free := self.slots.free - queue_wanted(self.slots.limit)) > 0 and not self.slots.closed:
             for offer in await self._redis(self.ledger.take_offers, self.box, free, self.name):
+                if offer in self._helping:
+                    continue
                 held_here = self.held.get((offer.run, offer.batch))
                 if held_here and offer in held_here.elsewhere:
                     _settle(held_here.elsewhere[offer][1], False)
                     await self._redis(self.ledger.close_offers, self.box, [offer])
                 else:
+                    self._helping.add(offer)
                     helping = asyncio.create_task(self._help(offer))
                     self._batches.add(helping)
                     helping.add_done_callback(self._batch_ended)
 
     async def _help(self, offer: Offer) -> None:
         """Make one row of a batch that another worker of this box holds; it collects the row from the spool."""
+        made = False
         try:
             run = self.runs[offer.run]
             batch = run.batch(offer.batch)
@@ -414,6 +423,7 @@ class Worker:
             spool = Spool(self.settings.folder, batch, f"{self.name}.{next(self._claims)}")
             try:
                 await self._make_row(run, batch, prompts[0], spool, vouch=True)
+                made = True
             finally:
                 spool.close()
         except ServerUnavailable as error:
@@ -421,8 +431,12 @@ class Worker:
         except (KeyError, Withdrawn, Draining, DiskUnavailable, asyncio.CancelledError):
             pass  # not to be made here after all: closing the offer sends it back to its owner
         await self.guard.accuse()
-        with contextlib.suppress(LedgerUnavailable):  # its owner finds the row, or that we are gone
+        try:
             await self._redis(self.ledger.close_offers, self.box, [offer])
+        except LedgerUnavailable:  # it stays ours: its owner finds the row, or we take it up again
+            if made:
+                return
+        self._helping.discard(offer)
 
     async def _collect(self) -> None:
         """Find the rows that others made for our batches; take back what nobody has any more."""

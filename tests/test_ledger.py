@@ -155,7 +155,7 @@ def test_an_offer_is_taken_once_and_only_while_its_batch_is_its_owners(ledger: L
     ledger.offer("box", [*offers, Offer(run.id, 1, 0, "somebody.9")])
     ledger.publish("gend:worker:b", {}, 60)
     assert ledger.take_offers("box", 2, "b") == offers[:2]
-    assert ledger.take_offers("box", 9, "b") == offers[2:]
+    assert set(ledger.take_offers("box", 9, "b")) == set(offers), "what it has, with what it was told before"
     assert ledger.take_offers("other box", 9, "b") == []
     assert ledger.open_offers("box") == set(offers)
     ledger.close_offers("box", offers[:1])
