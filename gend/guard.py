@@ -2,7 +2,11 @@
 
 - Canaries (canary.py): a batch's part is put only when a canary asked after its last row came back right. Rows made
   since the last right one are dropped and made again, and the server with them.
-- Suspects (blame.py): the prompts that were in flight when a server died are tried again in smaller company.
+  A canary waits in the server's queue like any prompt: while requests that get no answer fill all of its slots, no
+  part is put, until the supervisor has ended that server.
+- Suspects (blame.py): the prompts that were in flight when a server died are tried again in smaller company. Those are
+  the prompts in flight at the first failure that no sign of life came after: a dying server resets its connections a
+  moment before its port is closed, and whoever takes their slots meanwhile has done nothing.
 - The alarm (verdict.py): when too many rows are bad, the run is paused, before a night of them is made.
 """
 
@@ -52,10 +56,12 @@ class Guard:
         self.wrong = ""  # why the server is not sane, once it is not
         self._knows: bool | None = None  # whether the model can answer canaries at all; None: not asked yet
         self._wanted = asyncio.Event()
+        self._wanted.set()  # one at once: a server that is wrong from its start makes no rows to be dropped
         self._begun = self._good = 0
         self._asked: asyncio.Task[bool] | None = None
         self._news = asyncio.Event()
         self._out: set[str] = set()
+        self._failed_with: set[str] = set()  # who was in flight at the first failure since the last sign of life
         self._crashed_with: set[str] | None = None
         self._accusing = asyncio.Lock()
         self._few, self._lane = asyncio.Semaphore(AT_A_SERVER), asyncio.Semaphore(IN_THE_LANE)
@@ -121,9 +127,9 @@ class Guard:
             self._knows = False
             return True
         right = canary.knows(said)
-        if self._knows is None:
+        if not self._knows:
             with contextlib.suppress(LedgerUnavailable):
-                # What another server with this model knew, this one must know too.
+                # What another server with this model knew, perhaps since we asked last, this one must know too.
                 self._knows = await self._redis(self._ledger.model_knows, self._server.model, right)
         if right or not self._knows:
             return True
@@ -155,10 +161,19 @@ class Guard:
         suspicion = self.suspects.get(key)
         return f"a server died {suspicion.alone} times with it alone" if suspicion and suspicion.poison else ""
 
+    def failed(self) -> None:
+        """A request failed: if the server is dying, it is one of those in flight now that it dies of."""
+        self._failed_with = self._failed_with or set(self._out)
+
+    def lives(self, key: str) -> None:
+        """The server has answered this prompt, or something else after it: it does not die of it."""
+        self._out.discard(key)
+        self._failed_with = set()
+
     def crashed(self) -> None:
-        """The server is gone: remember who was in flight, at the first sign of it."""
+        """The server is gone: remember who was in flight at the first sign of it."""
         if self._crashed_with is None:
-            self._crashed_with = set(self._out)
+            self._crashed_with = self._failed_with or set(self._out)
 
     async def ended(self, key: str, well: bool) -> None:
         """A prompt is at its end, here: with `well` it has a row, and is no suspect any more."""

@@ -107,12 +107,12 @@ def _next(child: Child, known: dict[str, Child], now: float, rules: Rules, drain
             return None if worker_first and draining else act(Verb.STOP, "draining" if draining else "asked to")
         case State.STARTING | State.READY if not standing:
             return act(Verb.STOP, f"{child.needs} is gone")
+        case State.STARTING | State.READY if child.trouble:
+            return act(Verb.KILL, child.trouble)  # wrong from the start, or it does not move: nothing to wait for
         case State.STARTING if child.answers and ready:
             return act(Verb.READY)
         case State.STARTING if now - child.since > child.load_seconds:
             return act(Verb.KILL, f"not ready after {child.load_seconds:.0f} s")
-        case State.READY if child.trouble:
-            return act(Verb.KILL, child.trouble)  # it does not move: there is nothing to wait for
         case State.STOPPING if child.exit_code is not None:
             return act(Verb.GONE)
         case State.STOPPING if now - child.since > child.stop_seconds:

@@ -44,6 +44,7 @@ MTP_FLAGS = "speculative"
 SMALLEST_SHARE = 0.25
 CANARY_REFUSALS = 3
 WATCH_SECONDS = 1.0
+BLIND_PROBES = 3  # so many must fail in a row where nothing is known of the tokens: a probe waits in a full queue too
 PROBE_SECONDS = 20.0  # SGLang itself calls a scheduler dead that does not answer /health for so long
 GPU_LEFT_BYTES = 2 << 30  # more than this in use on a GPU before a start is somebody's
 
@@ -174,7 +175,8 @@ class Supervisor:
                 self.running[child.name].terminate()
             case Verb.KILL:
                 child.last_error = child.trouble or action.reason
-                child.failures += bool(child.trouble) or child.state == State.STARTING
+                if child.trouble or child.state == State.STARTING:
+                    self._count_failure(child)
                 self._enter(child, State.STOPPING, action.reason, logging.WARNING)
                 self._count_crash(child)
                 self.running[child.name].kill()
@@ -220,12 +222,11 @@ class Supervisor:
             probe.cancel()
         if child.needs:
             self._release(child)
-        healthy = child.state == State.READY and time.monotonic() - child.since > self.rules.healthy_seconds
         if child.needs and child.exit_code == os.EX_PROTOCOL:
             self.children[child.needs].trouble = "its worker saw a wrong canary"
         if action.verb == Verb.FAILED:
             self._count_crash(child)
-            child.failures = 1 if healthy else child.failures + 1
+            self._count_failure(child)
             tail = processes.log_tail(self.folder, child.name, 1)
             child.last_error = f"{action.reason}{': ' + tail[0][:200] if tail else ''}"
             if child.needs and process_ended_from_outside(child.exit_code):
@@ -252,6 +253,11 @@ class Supervisor:
         self.happened.append(Event(at=time.time(), kind=kind, text=text, bad=bad))
 
     # -- a server that keeps dying -------------------------------------------------------------------------------
+
+    def _count_failure(self, child: Child) -> None:
+        """One more in a row, unless it did well for long enough before."""
+        healthy = child.state == State.READY and time.monotonic() - child.since > self.rules.healthy_seconds
+        child.failures = 1 if healthy else child.failures + 1
 
     def _count_crash(self, child: Child) -> None:
         if child.name in self.seats and child.ever_ready:
@@ -370,6 +376,7 @@ class Supervisor:
         """Alive means that tokens move while requests are out. A hang is ended only after a probe failed as well."""
         stall_seconds, moved = self.settings.servers.stall_seconds, time.monotonic()
         last: Pulse | None = None
+        failed = 0
         parts = await asyncio.to_thread(self.running[child.name].vital_parts)
         async with connect(self.seats[child.name].url, self.settings.model.path, PROBE_SECONDS) as server:
             while not child.trouble:
@@ -384,9 +391,10 @@ class Supervisor:
                 last = pulse or last
                 stalled = time.monotonic() - moved
                 if stalled > stall_seconds:
-                    if await self._probe(server):
+                    failed = 0 if await self._probe(server) else failed + 1
+                    if not failed:
                         moved = time.monotonic()
-                    else:
+                    elif failed >= (BLIND_PROBES if last is None else 1):
                         await self._dump(child)
                         child.trouble = f"no token for {time.monotonic() - moved:.0f} s, and a probe failed"
         self.news.set()
