@@ -64,6 +64,7 @@ class Supervisor:
         """`names`: what the installed SGLang calls flags that have another name there."""
         self.flag_names = names
         self.crashes: dict[str, list[float]] = {}  # server -> when it died of itself
+        self.without_mtp: set[str] = set()  # servers that crashed too often with it, for as long as we run
         self.notes: dict[str, str] = {}  # server -> what was changed for it, for status
         self.gpus: list[gpus.Gpu] = []
         self.settings, self.config, self.redis_url = settings, config, redis_url
@@ -264,22 +265,33 @@ class Supervisor:
             now = time.monotonic()
             recent = [at for at in self.crashes.get(child.name, []) if now - at < CRASHES_WINDOW_SECONDS]
             self.crashes[child.name] = [*recent, now]
-            self.notes[child.name] = ""
-            if (share := self._share(child.name)) < 1:
-                self.notes[child.name] = f"{share:.0%} of its slots after {len(recent) + 1} crashes"
-            if self._without_mtp(child.name):
-                self.notes[child.name] += ", speculative decoding off"
+            if len(recent) + 1 >= MTP_CRASHES and any(MTP_FLAGS in flag for flag in self.settings.servers.flags):
+                self.without_mtp.add(child.name)
+            self._take_note(child.name)
+
+    def _take_note(self, server: str) -> None:
+        share, notes = self._share(server), []
+        if share < 1:
+            notes.append(f"{share:.0%} of its slots after {len(self.crashes[server])} crashes")
+        if server in self.without_mtp:
+            notes.append("speculative decoding off")
+        self.notes[server] = ", ".join(notes)
+
+    def _forgive(self, server: str) -> None:
+        """Crashes of long ago count no more: all of its slots are used again."""
+        share, now = self._share(server), time.monotonic()
+        self.crashes[server] = [at for at in self.crashes[server] if now - at < CRASHES_WINDOW_SECONDS]
+        self._take_note(server)
+        worker = self.running.get(server.replace("server", "worker"))
+        if worker and self._share(server) != share:
+            worker.say(f"share {self._share(server):.2f}\n".encode())
 
     def _share(self, server: str) -> float:
         """Of what a server can run, how much is used: three quarters of it for each crash after the first."""
         return max(SMALLEST_SHARE, 0.75 ** max(0, len(self.crashes.get(server, [])) - 1))
 
-    def _without_mtp(self, server: str) -> bool:
-        speculative = any(MTP_FLAGS in flag for flag in self.settings.servers.flags)
-        return speculative and len(self.crashes.get(server, [])) >= MTP_CRASHES
-
     def _server_argv(self, seat: Seat) -> list[str]:
-        dropped = MTP_FLAGS if self._without_mtp(f"server-{seat.number}") else ""
+        dropped = MTP_FLAGS if f"server-{seat.number}" in self.without_mtp else ""
         return argv(self.settings, seat, self.flag_names, dropped)
 
     def _stay_near(self, process: processes.Process, seat: Seat) -> None:
@@ -488,9 +500,11 @@ class Supervisor:
             await asyncio.sleep(1.0)
 
     async def _keep_house(self) -> None:
-        """Cut back logs that grew too large, once a minute."""
+        """Once a minute: forgive old crashes, cut back logs that grew too large."""
         while True:
             await asyncio.sleep(60.0)
+            for server in self.crashes:
+                self._forgive(server)
             for name in [*self.children, "daemon"]:
                 await asyncio.to_thread(cut_log, processes.log_path(self.folder, name), LOG_BYTES)
 
