@@ -50,7 +50,7 @@ def known_flags(package: Path) -> set[str]:
         if source.is_file():
             for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Call) and _name(node.func) == "add_argument":
-                    flags.update(_flags_in(node.args))
+                    flags.update(_with_opposites(_flags_in(node.args), node))
                 elif isinstance(node, ast.ClassDef):
                     for field in node.body:
                         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
@@ -59,11 +59,22 @@ def known_flags(package: Path) -> set[str]:
 
 
 def _field_flags(name: str, annotation: ast.expr) -> set[str]:
+    """The flags of an annotated field: its own name or its cli_name, and its aliases; none for what is worked out."""
     markers = {_name(node.value) for node in ast.walk(annotation) if isinstance(node, ast.Subscript)}
     markers |= {_name(node.func) for node in ast.walk(annotation) if isinstance(node, ast.Call)}
-    if not markers & {"A", "Arg", "Annotated"}:
+    keywords = {node.arg for node in ast.walk(annotation) if isinstance(node, ast.keyword)}
+    if not markers & {"A", "Arg", "Annotated"} or "no_cli" in keywords:
         return set()
-    return {name.replace("_", "-"), *_flags_in(list(ast.walk(annotation)))}
+    names = _flags_in(list(ast.walk(annotation)))
+    return _with_opposites(names if "cli_name" in keywords else {name.replace("_", "-"), *names}, annotation)
+
+
+def _with_opposites(flags: set[str], declaration: ast.AST) -> set[str]:
+    """Those flags, and `no-` of each where they are declared with argparse's BooleanOptionalAction."""
+    both = any(
+        isinstance(node, ast.Attribute) and node.attr == "BooleanOptionalAction" for node in ast.walk(declaration)
+    )
+    return flags | {f"no-{flag}" for flag in flags} if both else flags
 
 
 def _flags_in(nodes: Sequence[ast.AST]) -> set[str]:
