@@ -38,9 +38,10 @@ def batch_folder(folder: Path, run: str, number: int) -> Path:
 def spooled(folder: Path) -> dict[str, set[int]]:
     """The batches of which rows lie here, by run."""
     found: dict[str, set[int]] = {}
-    for home in (folder / "spool").glob("*/*"):
-        if home.name.isdecimal():
-            found.setdefault(home.parent.name, set()).add(int(home.name))
+    with contextlib.suppress(FileNotFoundError):  # here as below: somebody removes while we look
+        for run in os.listdir(folder / "spool"):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                found[run] = {int(name) for name in os.listdir(folder / "spool" / run) if name.isdecimal()}
     return found
 
 
@@ -149,10 +150,11 @@ class Spool:
             return None
         return b"".join(rows[prompt] + b"\n" for prompt in ids)
 
-    def close(self) -> None:
-        """Close the file; its rows stay for whoever claims the batch next."""
-        with contextlib.suppress(DiskUnavailable):  # a file of scratch that will not sync costs time, no rows
-            self.sync()
+    def close(self, sync: bool = True) -> None:
+        """Close the file; its rows stay for whoever claims the batch next. Blocks for the disk unless told not to."""
+        if sync:
+            with contextlib.suppress(DiskUnavailable):  # a file of scratch that will not sync costs time, no rows
+                self.sync()
         self._let_go()
 
     def delete(self) -> None:

@@ -133,8 +133,8 @@ def test_two_workers_on_one_batch(lone: Lone, server: FakeServer, tmp_path: Path
 
 def test_a_late_owner_does_no_harm(lone: Lone, server: FakeServer, tmp_path: Path) -> None:
     """Stopped for longer than its lease; it wakes up in the middle of its successor's work, or long after."""
-    server.mode("hang_after", n=12)
-    source = write_prompts(tmp_path / "prompts.jsonl", 32)
+    server.mode("hang", containing="HANG")
+    source = write_prompts(tmp_path / "prompts.jsonl", 32, containing=dict.fromkeys(range(12, 32), "HANG"))
     run = lone.register(source)
     with lone.supplied():
         late = lone.start()

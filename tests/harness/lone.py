@@ -6,6 +6,7 @@ around one of the product's own functions can end it at any step. The product ha
 
 import contextlib
 import functools
+import glob
 import json
 import os
 import signal
@@ -250,7 +251,8 @@ def kept_ids(work: Path, store: Path, run: str) -> set[str]:
     """Ids of all rows that are whole in the spool or in a part: none of them may be made again."""
     lines: list[bytes] = []
     # The spool first: rows move from there into parts.
-    for rows in (work / "spool" / run).glob("*/*.rows"):
+    # Not Path.glob, which fails when a folder goes while it looks.
+    for rows in map(Path, glob.glob(f"{work}/spool/{run}/*/*.rows")):
         with contextlib.suppress(FileNotFoundError):
             lines += [row for line in rows.read_bytes().split(b"\n") if (row := checked_row(line))]
     for part in (store / "runs" / run / "parts").glob("*.jsonl"):
