@@ -104,7 +104,10 @@ class Guard:
             await asyncio.sleep(1.0)
 
     async def answers(self) -> bool:
-        """Whether the server, which has just failed somebody, answers anything at all; all who ask at once share it."""
+        """Whether the server, which has just failed somebody, answers anything at all; all who ask at once share it.
+
+        Raises ServerUnavailable.
+        """
         if self._asked is None or self._asked.done():
             self._asked = asyncio.create_task(self._answers())
         return await asyncio.shield(self._asked)
@@ -114,8 +117,11 @@ class Guard:
             await self._ask(0)
         except PromptRefused:
             return True
-        except (ServerFault, ServerUnavailable):
+        except ServerFault:
             return False
+        except ServerUnavailable:
+            self.crashed()  # its port was still open a moment ago, when it reset the request that failed
+            raise
         return True
 
     async def _right(self, ticket: int) -> bool:

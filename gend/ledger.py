@@ -398,9 +398,14 @@ class Ledger:
         return seconds * 1000 + micros // 1000
 
     def release_owner(self, prefix: str) -> int:
-        """Give back every batch whose claim begins with `prefix` (a worker that is dead); how many there were."""
+        """Give back every batch whose claim begins with `prefix` (a worker that is dead), and the lane if it had it.
+
+        Gives how many batches there were.
+        """
         released = 0
         with _redis_errors():
+            if cast(str, self.redis.get("gend:lane") or "").startswith(prefix):
+                self.redis.delete("gend:lane")  # somebody else in it by now: then two are, which is only slower to tell
             for run in cast(list[str], self.redis.hkeys("gend:runs")):
                 owners = cast(dict[str, str], self.redis.hgetall(f"gend:run:{run}:owners"))
                 for batch, claim in owners.items():

@@ -65,8 +65,8 @@ from gend.verdict import ABORT, ERROR, LOOP, POISON, REFUSED, judge, retries_lef
 log = logging.getLogger("gend.worker")
 T = TypeVar("T")
 
-READY = b"ready\n"
-"""What the supervisor writes to our stdin when the server is ready."""
+READY, SHARE = b"ready\n", b"share "
+"""What the supervisor writes to our stdin: the server is ready; this much of what it can run is to be used."""
 
 SERVER_WRONG = os.EX_PROTOCOL
 """Exit code: the server answers nonsense; its rows since the last right canary were dropped."""
@@ -620,13 +620,19 @@ class Worker:
         while line := await reader.readline():
             if line == READY:
                 self._ready.set()
+            elif line.startswith(SHARE):
+                self._pilot.share = float(line.removeprefix(SHARE))
         self.draining.set()
 
     async def _drain(self) -> None:
         """Send nothing new, let what is in flight end for a while, give back the rest."""
         self.slots.close()
-        if self._batches and not (self.server_gone or self.broken or self.guard.wrong):
-            await asyncio.wait(self._batches, timeout=self.settings.work.drain_seconds)
+        deadline = self._loop.time() + self.settings.work.drain_seconds
+        while self._batches and not (self.server_gone or self.broken or self.guard.wrong):
+            # We may have been asked to stop because the server is gone, and find that out only now.
+            await asyncio.wait(self._batches, timeout=0.1)
+            if self._loop.time() > deadline:
+                break
         for task in self._batches:
             task.cancel()
         if self._batches:
@@ -636,6 +642,7 @@ class Worker:
         if not self.server_gone:
             log.warning("server %d: %s; giving back %d batches", self.number, error, len(self.held))
         self.server_gone = True
+        self.guard.crashed()
         self.draining.set()
 
     # -- threads and patience ------------------------------------------------------------------------------------
