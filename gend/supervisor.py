@@ -385,7 +385,7 @@ class Supervisor:
                 await asyncio.sleep(1.0)
 
     async def _watch(self, child: Child) -> None:
-        """Alive means that tokens move while requests are out. A hang is ended only after a probe failed as well."""
+        """Alive means that tokens move, or else that a probe is answered: nobody is ended who does either."""
         stall_seconds, moved = self.settings.servers.stall_seconds, time.monotonic()
         last: Pulse | None = None
         failed = 0
@@ -397,19 +397,23 @@ class Supervisor:
                     child.trouble = f"its process {gone[0].pid} died"  # the leader needs 8 s more to notice
                     break
                 pulse = await server.pulse()
-                idle = pulse is not None and pulse.requests == 0
-                if idle or (pulse is not None and (last is None or pulse.tokens != last.tokens)):
+                if pulse is not None and (last is None or pulse.tokens != last.tokens):
                     moved = time.monotonic()
                 last = pulse or last
                 stalled = time.monotonic() - moved
-                if stalled > stall_seconds:
-                    failed = 0 if await self._probe(server) else failed + 1
+                if stalled > stall_seconds:  # or idle, which a scheduler that hangs goes on saying for ever
+                    failed = 0 if await self._probe(server) or await self._made_tokens(server, last) else failed + 1
                     if not failed:
                         moved = time.monotonic()
                     elif failed >= (BLIND_PROBES if last is None else 1):
                         await self._dump(child)
                         child.trouble = f"no token for {time.monotonic() - moved:.0f} s, and a probe failed"
         self.news.set()
+
+    async def _made_tokens(self, server: Server, before: Pulse | None) -> bool:
+        """Whether a server that was too busy to answer a probe was at work meanwhile."""
+        pulse = await server.pulse()
+        return before is not None and pulse is not None and pulse.tokens != before.tokens
 
     async def _probe(self, server: Server) -> bool:
         try:
