@@ -27,6 +27,7 @@ from gend.errors import NotSound, SettingsError, Unavailable
 from gend.processes import port_free
 from gend.records import Row, part_key
 from gend.server_command import PORTS_PER_SERVER
+from gend.spool import row_files
 from gend.verdict import OK
 
 PROMPTS = Path(__file__).with_name("demo_prompts.jsonl")
@@ -221,7 +222,7 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
 def _count(folder: Path, run: str) -> int:
     """Rows there are by now: those in parts, and the spool's of batches without a part."""
     parts = {path.stem: path for path in _parts(folder, run)}
-    spooled = (folder / "work" / "spool" / run).glob("*/*.rows")
+    spooled = row_files(folder / "work", run)
     counts: Counter[str] = Counter()
     for path in [*parts.values(), *(path for path in spooled if path.parent.name not in parts)]:
         with contextlib.suppress(FileNotFoundError):  # a spool whose part is written this moment

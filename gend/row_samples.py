@@ -17,7 +17,7 @@ from gend.errors import StoreUnavailable
 from gend.ledger import Ledger
 from gend.records import Row, Run, part_key
 from gend.runs import decode_row
-from gend.spool import checked_row
+from gend.spool import checked_row, row_files
 from gend.store import Store
 
 ROWS_KEPT = 12
@@ -75,7 +75,7 @@ class RowSamples:
 
     def _read_spool(self, run: Run, kept: _Kept, most_bytes: int) -> int:
         ends, taken = {}, 0
-        for path in (self._folder / "spool" / run.id).glob("*/*.rows"):
+        for path in row_files(self._folder, run.id):
             end = kept.ends.get(path, 0)
             try:
                 if taken < most_bytes and path.stat().st_size > end:

@@ -16,7 +16,7 @@ from gend import sets
 from gend.errors import NotSound, SettingsError
 from gend.records import Row, Run, part_key
 from gend.runs import decode_row, listed_parts, prompt_lines
-from gend.spool import batch_folder, checked_row
+from gend.spool import checked_row, row_files
 from gend.store import Store
 
 HEAD_CHARS, TAIL_CHARS = 1500, 600
@@ -89,10 +89,9 @@ def rows_of_part(store: Store, run: Run, number: int) -> list[Row]:
 
 def spooled_rows(folder: Path, run: Run, numbers: Sequence[int] | None = None) -> Iterator[Row]:
     """Rows that wait on this box for the end of their batch (of all, or of these), the newest file's last row first."""
-    homes = [batch_folder(folder, run.id, number) for number in numbers] if numbers is not None else None
     found = []
-    for home in homes or (folder / "spool" / run.id).glob("*"):
-        for path in home.glob("*.rows"):
+    for number in numbers if numbers is not None else [None]:
+        for path in row_files(folder, run.id, number):
             try:
                 found.append((path.stat().st_mtime, path))
             except FileNotFoundError:  # its part has just arrived

@@ -10,6 +10,7 @@ not a row. A row is written at once, which survives any kill, and made durable w
 
 import contextlib
 import errno
+import glob
 import os
 import shutil
 import threading
@@ -43,6 +44,13 @@ def spooled(folder: Path) -> dict[str, set[int]]:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 found[run] = {int(name) for name in os.listdir(folder / "spool" / run) if name.isdecimal()}
     return found
+
+
+def row_files(folder: Path, run: str, number: int | None = None) -> list[Path]:
+    """The files with rows of a run, or of one batch, as they are now; any of them may be gone when it is read."""
+    batch = "*" if number is None else f"{number:08d}"
+    # Not Path.glob, which fails when a folder goes while it looks.
+    return [Path(name) for name in glob.glob(f"{glob.escape(str(folder / 'spool' / run))}/{batch}/*.rows")]
 
 
 def remove(folder: Path, run: str, number: int) -> None:
