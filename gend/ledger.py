@@ -450,16 +450,16 @@ class Ledger:
             with _redis_errors():
                 self.redis.hdel(f"gend:box:{box}:takers", *lines)
 
-    def open_offers(self, box: str) -> set[Offer]:
-        """Offers that wait for somebody, or that a live worker has taken."""
+    def open_offers(self, box: str, asked: Iterable[Offer]) -> set[Offer]:
+        """Those of `asked` that wait for somebody, or that a live worker has taken."""
         with _redis_errors():
             waiting = cast(list[str], self.redis.lrange(f"gend:box:{box}:offers", 0, -1))
             takers = cast(dict[str, str], self.redis.hgetall(f"gend:box:{box}:takers"))
             names = sorted(set(takers.values()))
             views = cast(list[str | None], self.redis.mget([f"gend:worker:{n}" for n in names])) if names else []
         live = {name for name, view in zip(names, views, strict=True) if view}
-        lines = [*waiting, *(line for line, name in takers.items() if name in live)]
-        return {msgspec.json.decode(line, type=Offer) for line in lines}
+        lines = {*waiting, *(line for line, name in takers.items() if name in live)}
+        return {offer for offer in asked if msgspec.json.encode(offer).decode() in lines}
 
     # -- suspects: who was in flight when a server died -----------------------------------------------------------
 

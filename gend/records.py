@@ -26,7 +26,7 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = 0.95
     top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = 20
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 16384
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 32768
     thinking: bool | None = True
     seed: int = 7
 

@@ -201,7 +201,7 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     empty: NotNegative = 1
     unclosed: NotNegative = 1
-    loop: NotNegative = 1
+    loop: NotNegative = 0  # it ran to max_tokens: one more try costs a dozen rows; `gend retry` can, when it is wanted
     junk: NotNegative = 1
     no_thinking: NotNegative = 1
     length: NotNegative = 0  # the same max_tokens would cut again; `gend retry --set max_tokens=` gives more

@@ -74,6 +74,8 @@ SERVER_WRONG = os.EX_PROTOCOL
 SERVER_GONE = os.EX_TEMPFAIL
 """Exit code: the server is gone, everything was given back; start me again when it is ready."""
 
+LAST_CANARY_SECONDS = 5.0  # a batch that is given back waits so long for a canary; it is within the drain's reserve
+
 BLAMES = 6  # faults of one prompt, each with the server well right after, until its row is an error: some 16 s
 
 
@@ -120,6 +122,7 @@ class Worker:
         self._ready = asyncio.Event()
         self._pilot = Pilot(fixed=settings.work.in_flight, share=share)
         self._faults = 0
+        self._rows_per_second = 0.0
         self._to_offer: list[tuple[Held, Offer, str, asyncio.Future[bool]]] = []
         self._helping: set[Offer] = set()
         self._claims = itertools.count()
@@ -151,6 +154,7 @@ class Worker:
                 elif not isinstance(reason, asyncio.CancelledError | Draining | LeaseLost):
                     raise
             await self.guard.accuse()
+            await self._leave_only_sane_rows(held)
             del self.held[run.id, number]  # its lease is not renewed from here on
             log.info("batch %s: given back, %s", batch, "lease lost" if held.lost else "its rows stay in the spool")
             if not held.lost:
@@ -159,7 +163,7 @@ class Worker:
         finally:
             self.held.pop((run.id, number), None)
             if held.spool:
-                held.spool.close()
+                await self._in_thread(self._disk_threads, held.spool.close)
 
     async def _finish_batch(self, run: Run, batch: Batch, held: Held) -> None:
         key = part_key(run.id, batch.number)
@@ -228,6 +232,8 @@ class Worker:
         row = await self._generate(run, batch, prompt)
         if vouch:
             await self.guard.vouch()
+        if self.guard.wrong:
+            raise Draining("the server is not sane")  # what it made is cut back: nothing may come after that
         self.totals["rows"] += 1
         self.totals["prompt_tokens"] += row.usage.prompt_tokens
         self.totals["completion_tokens"] += row.usage.completion_tokens
@@ -358,7 +364,8 @@ class Worker:
         return PRIORITIES.index(self.controls.get(run, Control()).priority)
 
     def _read_ahead(self) -> int:
-        return max(self.slots.limit // 2, 4) if self.slots.limit else 0
+        """Prompts that should wait here: what is sent in two seconds, in which a batch is surely claimed and read."""
+        return max(4, min(self.slots.limit // 2, round(2 * self._rows_per_second))) if self.slots.limit else 0
 
     def _open_batches(self) -> int:
         """Bound on batches in hand. The longest reply of a batch takes some 7 times the mean, so that about
@@ -425,7 +432,7 @@ class Worker:
                 await self._make_row(run, batch, prompts[0], spool, vouch=True)
                 made = True
             finally:
-                spool.close()
+                spool.close(sync=False)  # its part is put within seconds, which no power cut undoes
         except ServerUnavailable as error:
             self._server_is_gone(error)
         except (KeyError, Withdrawn, Draining, DiskUnavailable, asyncio.CancelledError):
@@ -446,7 +453,8 @@ class Worker:
             if not away:
                 continue
             try:
-                opened = await self._redis(self.ledger.open_offers, self.box)
+                offered = [offer for _, offers in away for offer in offers]
+                opened = await self._redis(self.ledger.open_offers, self.box, offered)
             except LedgerUnavailable:
                 continue
             for held, offers in away:
@@ -524,10 +532,20 @@ class Worker:
             for held in list(self.held.values()):
                 if right:
                     held.vouched = ends.get(held, held.vouched)
-                elif held.spool:
-                    await self._patiently("disk", self._disk_threads, held.spool.cut_back, held.vouched)
+                elif held.spool:  # in this step of the loop: nobody can append, or give the batch back, before it
+                    held.spool.cut_back(held.vouched)
 
         return answered
+
+    async def _leave_only_sane_rows(self, held: Held) -> None:
+        """Before a batch is given back: a server may lie since the last canary. Rows of one that died are kept."""
+        if held.spool and held.spool.end > held.vouched:
+            try:
+                await asyncio.wait_for(self.guard.vouch(), LAST_CANARY_SECONDS)
+            except ServerUnavailable:
+                return
+            except (TimeoutError, Draining):
+                held.spool.cut_back(held.vouched)
 
     async def _keep_leases(self) -> None:
         """Renew the leases of all batches in hand; drop what somebody else has by now."""
@@ -575,9 +593,14 @@ class Worker:
 
     async def _follow_load(self) -> None:
         """Let as many requests be in flight as the server can run, and a few more for it to find at once."""
-        tokens = faults = 0
+        tokens = faults = rows = 0
+        looked = self._loop.time()
         while True:
             load = await self.server.load()
+            now, ended = self._loop.time(), self.totals["rows"]
+            fresh = (ended - rows) / max(now - looked, 0.1)
+            self._rows_per_second = max(fresh, 0.8 * self._rows_per_second)  # quick to rise, slow to fall
+            rows, looked = ended, now
             made, failed = self.totals["completion_tokens"] - tokens, self._faults - faults
             tokens, faults = tokens + made, faults + failed
             limit = self._pilot.step(load, self.slots.in_flight, made, failed)

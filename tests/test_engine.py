@@ -45,7 +45,7 @@ def test_a_request_says_everything_that_was_set_and_nothing_else() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert json.loads(request_body("m", HELLO, tools, Sampling(), 42)) == {
         "model": "m", "messages": HELLO, "stream": False, "seed": 42, "tools": tools, "temperature": 1.0,
-        "top_p": 0.95, "top_k": 20, "max_tokens": 16384, "chat_template_kwargs": {"enable_thinking": True},
+        "top_p": 0.95, "top_k": 20, "max_tokens": 32768, "chat_template_kwargs": {"enable_thinking": True},
     }  # fmt: skip
     nothing = Sampling(temperature=None, top_p=None, top_k=None, max_tokens=1, thinking=None)
     assert json.loads(request_body("m", HELLO, None, nothing, 0)) == {
