@@ -94,7 +94,8 @@ def run(scenario: Scenario, yardstick: Path, peers: list[str]) -> None:
 def row(scenario: Scenario, client: str, ideal: float, span: float, wall: float, cpu: float | None) -> None:
     ideal += killed_extra(scenario, ideal) if client == "gend" and scenario.kill else 0.0
     figures = f"{scenario.rows} | {span:.1f} | {ideal / span:.3f} | {wall:.1f} | {scenario.rows / wall:.0f}"
-    print(f"| {scenario.name} | {client} | {figures} | {'' if cpu is None else f'{cpu:.1f}'} | {scenario.bar} |", flush=True)
+    used = "" if cpu is None else f"{cpu:.1f}"
+    print(f"| {scenario.name} | {client} | {figures} | {used} | {scenario.bar} |", flush=True)
 
 
 def killed_extra(scenario: Scenario, ideal: float) -> float:
