@@ -44,8 +44,9 @@ class ServerStatus(msgspec.Struct, kw_only=True):
     """One server and its worker. `since` is unix seconds; rates are over the last five minutes.
 
     `in_flight` of `limit` requests are at the server, `waiting` more prompts are at hand; `limited_by` is why it is
-    not more: slots, kv, prompts, errors, fixed, trial. Rows and tokens count from the start of its worker. `idle_share`
-    is over the last ten minutes: 0 is full all the time. What NVML does not say is null.
+    not more: slots, kv, prompts, errors, fixed, trial. Rows and tokens count from its worker's start. `idle_share`
+    is over the last ten minutes: 0 is full all the time. `note` is what was changed for it after crashes. What NVML does
+    not say is null.
     """
 
     number: int
@@ -65,6 +66,7 @@ class ServerStatus(msgspec.Struct, kw_only=True):
     idle_share: float | None = None
     restarts: int = 0
     last_error: str = ""
+    note: str = ""
     worker_state: str = ""
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
@@ -274,6 +276,7 @@ def _servers(
                 idle_share=_idle_share(history, number),
                 restarts=child["restarts"],
                 last_error=child["last_error"],
+                note=child["note"],
                 worker_state=children.get(f"worker-{number}", {}).get("state", ""),
                 memory_used_bytes=sum(gpu["used_bytes"] for gpu in mine) if mine else None,
                 memory_total_bytes=sum(gpu["total_bytes"] for gpu in mine) if mine else None,
