@@ -71,11 +71,16 @@ class Guard:
     # -- is the server sane --------------------------------------------------------------------------------------
 
     async def vouch(self) -> None:
-        """Wait for the answer to a canary that is asked after this call. Raises Draining if the server is not sane."""
+        """Wait for the answer to a canary that is asked after this call.
+
+        Raises Draining if the server is not sane, ServerUnavailable if it is gone.
+        """
         needed = self._begun + 1
         while self._knows is not False and self._good < needed:
             if self.wrong:
                 raise Draining("the server is not sane")
+            if self._crashed_with is not None:
+                raise ServerUnavailable("the server is gone")
             self._wanted.set()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), 1.0)
@@ -98,7 +103,8 @@ class Guard:
                 await asyncio.sleep(1.0)
                 continue
             await verdict(right)
-            self._good = ticket
+            if right:
+                self._good = ticket
             self._news.set()
             self._news = asyncio.Event()
             await asyncio.sleep(1.0)

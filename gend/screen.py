@@ -112,7 +112,8 @@ class _Screen:
             yield space.join(self.paint(c, _tone(server)) if t == "state" else c for t, c in cells).rstrip()
         for server in servers:
             if server.last_error and server.state in ("ready", "starting"):  # the others' are among the warnings
-                text = f"server {server.number}, last error: {server.last_error}"
+                note = f" ({server.note})" if server.note else ""
+                text = f"server {server.number}{note}, last error: {server.last_error}"
                 yield self.paint(_CONTROL.sub(" ", text)[: self.width], "dim")
 
     def needs(self, columns: list[tuple[str, int, list[str]]], space: int) -> int:

@@ -276,7 +276,7 @@ def _servers(
                 idle_share=_idle_share(history, number),
                 restarts=child["restarts"],
                 last_error=child["last_error"],
-                note=child["note"],
+                note=child.get("note", ""),
                 worker_state=children.get(f"worker-{number}", {}).get("state", ""),
                 memory_used_bytes=sum(gpu["used_bytes"] for gpu in mine) if mine else None,
                 memory_total_bytes=sum(gpu["total_bytes"] for gpu in mine) if mine else None,

@@ -390,7 +390,8 @@ class Supervisor:
         last: Pulse | None = None
         failed = 0
         parts = await asyncio.to_thread(self.running[child.name].vital_parts)
-        async with connect(self.seats[child.name].url, self.settings.model.path, PROBE_SECONDS) as server:
+        probe_seconds = min(PROBE_SECONDS, stall_seconds)
+        async with connect(self.seats[child.name].url, self.settings.model.path, probe_seconds) as server:
             while not child.trouble:
                 await asyncio.sleep(WATCH_SECONDS)
                 if gone := [part for part in parts if processes.ended(part)]:
