@@ -214,7 +214,7 @@ WORTH: dict[str, tuple[dict[str, Any], str, int]] = {
     "(no closing tag)": ({"mode": "unclosed"}, "unclosed", 2),
     "(empty)": ({"mode": "empty"}, "empty", 2),
     "(empty once)": ({"mode": "empty", "n": 1}, "ok", 2),
-    "(loop)": ({"mode": "loop"}, "loop", 2),
+    "(loop)": ({"mode": "loop"}, "loop", 1),
     "(junk)": ({"mode": "junk"}, "junk", 2),
     "(refused)": ({"mode": "http", "status": 400}, "refused", 1),
     # the server's faults use up no attempts
