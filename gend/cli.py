@@ -779,8 +779,9 @@ def rows(
 @click.option("--number", type=int, required=True)
 @click.option("--url", required=True)
 @click.option("--share", type=float, default=1.0)
+@click.option("--peers", type=int, default=1)
 @click.pass_obj
-def worker(context: Context, number: int, url: str, share: float) -> None:
+def worker(context: Context, number: int, url: str, share: float, peers: int) -> None:
     """One worker, bound to the server at --url. The supervisor starts it."""
     import uvloop
 
@@ -794,7 +795,7 @@ def worker(context: Context, number: int, url: str, share: float) -> None:
     box = box_name(settings.folder)
     name = f"{box}-worker-{number}.{uuid.uuid4().hex[:8]}"
     redis_url = settings.redis.url or valkey.socket_url(settings.folder)
-    sys.exit(uvloop.run(work(settings, redis_url, number, url, box, name, share)))
+    sys.exit(uvloop.run(work(settings, redis_url, number, url, box, name, share, peers)))
 
 
 @main.command(hidden=True)

@@ -7,6 +7,7 @@ gone; anything else that fails is a fault of this request, which the caller trie
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -96,9 +97,10 @@ class Server:
         sampling: Sampling,
         seed: int,
         token_ids: bool = False,
+        prefix: str | None = None,
     ) -> Reply:
         """One reply. Raises PromptRefused, ServerFault, ServerUnavailable. It never retries by itself."""
-        body = request_body(self.model, messages, tools, sampling, seed, token_ids)
+        body = request_body(self.model, messages, tools, sampling, seed, token_ids, prefix)
         try:
             async with self._session.post(
                 f"{self.url}/v1/chat/completions", data=body, headers={"Content-Type": "application/json"}
@@ -111,7 +113,8 @@ class Server:
                 raise ServerUnavailable(f"{self.url} refuses connections") from error
             raise ServerFault(f"{type(error).__name__}: {error}") from error
         if status in _REFUSALS:
-            raise PromptRefused(f"HTTP {status}: {error_message(raw)}")
+            said = error_message(raw)
+            raise PromptRefused(f"HTTP {status}: {said}", room_left(said))
         if status != 200:
             raise ServerFault(f"HTTP {status}: {error_message(raw)}")
         try:
@@ -229,6 +232,7 @@ def request_body(
     sampling: Sampling,
     seed: int,
     token_ids: bool = False,
+    prefix: str | None = None,
 ) -> bytes:
     """The JSON of one chat completion. What is None is left out, so that the server's own default holds."""
     body: dict[str, Any] = {"model": model, "messages": messages, "stream": False, "seed": seed}
@@ -241,7 +245,23 @@ def request_body(
         body["chat_template_kwargs"] = {"enable_thinking": sampling.thinking}
     if token_ids:
         body["return_token_ids"] = True
+    if prefix:
+        body["messages"] = [*messages, {"role": "assistant", "content": prefix}]
+        body["continue_final_message"] = True
     return msgspec.json.encode(body)
+
+
+_MOST = re.compile(r"supports at most (\d+) completion tokens")
+_TOTAL = re.compile(r"context length of (\d+) tokens\D+\d+ tokens: (\d+) tokens from the input")
+
+
+def room_left(refusal: str) -> int:
+    """How many tokens a reply may have, where SGLang (0.5.17, 0.5.23) refuses only because max_tokens is too large."""
+    if found := _MOST.search(refusal):
+        return int(found[1])
+    if found := _TOTAL.search(refusal):
+        return max(0, int(found[1]) - int(found[2]))
+    return 0
 
 
 def error_message(raw: bytes) -> str:

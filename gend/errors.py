@@ -59,7 +59,14 @@ class LeaseLost(GendError):
 
 
 class PromptRefused(GendError):
-    """The server refuses this very prompt (HTTP 400): it becomes a row with verdict `refused`; neighbours go on."""
+    """The server refuses this very prompt (HTTP 400): it becomes a row with verdict `refused`; neighbours go on.
+
+    `room`: where only max_tokens is too large for the context, how many tokens a reply may have; else 0.
+    """
+
+    def __init__(self, message: str, room: int = 0):
+        super().__init__(message)
+        self.room = room
 
 
 class ServerFault(GendError):

@@ -424,6 +424,17 @@ class Ledger:
             answers = iter(pipe.execute())
         return all(done + leased >= run.batches for run, done, leased in zip(runs, answers, answers, strict=True))
 
+    def fair_share(self, runs: Iterable[str], workers: int) -> int:
+        """How many prompts each worker may have out, when what is left of the active `runs` is shared evenly between
+        those that live, and at least `workers` of them."""
+        wanted = set(runs)
+        left = sum(
+            progress.run.set.accepted - progress.done_rows
+            for progress in self.progress()
+            if progress.run.id in wanted and progress.control.state == "active"
+        )
+        return max(1, -(-left // max(1, workers, len(self.workers()))))
+
     # -- the end of a run: prompts that any server of the box may take -------------------------------------------
 
     def offer(self, box: str, offers: Iterable[Offer]) -> None:

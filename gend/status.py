@@ -45,8 +45,8 @@ class ServerStatus(msgspec.Struct, kw_only=True):
 
     `in_flight` of `limit` requests are at the server, `waiting` more prompts are at hand; `limited_by` is why it is
     not more: slots, kv, prompts, errors, fixed, trial. Rows and tokens count from its worker's start. `idle_share`
-    is over the last ten minutes: 0 is full all the time. `note` is what was changed for it after crashes. What NVML does
-    not say is null.
+    is over the last ten minutes: 0 is full all the time. `note` is what was changed for it after crashes. What NVML
+    does not say is null.
     """
 
     number: int

@@ -202,7 +202,7 @@ class Supervisor:
             command = [sys.executable, "-m", "gend", "--config", str(self.config)]
             if child.needs:
                 command += ["worker", "--number", number, "--url", self.seats[child.needs].url]
-                command += ["--share", f"{self._share(child.needs):.2f}"]
+                command += ["--share", f"{self._share(child.needs):.2f}", "--peers", str(len(self.seats))]
             else:
                 command += [child.name]  # loader, page
             process = processes.start(self.folder, child.name, command, os.environ, talk=bool(child.needs))

@@ -55,7 +55,7 @@ from gend.errors import (
 )
 from gend.guard import Guard, paused_by_alarm
 from gend.ledger import PRIORITIES, Control, Ledger, Offer, queue_name
-from gend.records import Batch, Prompt, Reply, Row, Run, Usage, counts_of, part_key, row_seed
+from gend.records import Batch, Message, Prompt, Reply, Row, Run, Usage, counts_of, part_key, row_seed
 from gend.rq_worker import Delivery, RQWorker
 from gend.slots import RETRY, Slots
 from gend.spool import Spool
@@ -67,6 +67,9 @@ T = TypeVar("T")
 
 READY, SHARE = b"ready\n", b"share "
 """What the supervisor writes to our stdin: the server is ready; this much of what it can run is to be used."""
+
+PEERS_SECONDS = 10.0
+"""Until then a new worker takes the others for there, whether they have said so or not."""
 
 SERVER_WRONG = os.EX_PROTOCOL
 """Exit code: the server answers nonsense; its rows since the last right canary were dropped."""
@@ -103,9 +106,11 @@ class Worker:
         box: str,
         name: str,
         share: float = 1.0,
+        peers: int = 1,
     ):
         """`box` is shared by all workers of this box, which share its spool; `name` is new at each start. `share` of
-        what the server can run is used: less than 1 after crashes that nobody is to blame for."""
+        what the server can run is used: less than 1 after crashes that nobody is to blame for. `peers`: workers that
+        this box shall have, this one too."""
         self.ledger, self.store, self.rq = ledger, store, RQWorker(ledger.raw, name)
         self.box = box
         self.settings, self.number, self.server, self.name = settings, number, server, name
@@ -122,7 +127,9 @@ class Worker:
         self._ready = asyncio.Event()
         self._pilot = Pilot(fixed=settings.work.in_flight, share=share)
         self._faults = 0
+        self._peers, self._started, self._looked = peers, self._loop.time(), asyncio.Event()
         self._rows_per_second = 0.0
+        self._fair_share = sys.maxsize  # prompts that each worker may have out, so that a small run is on all servers
         self._to_offer: list[tuple[Held, Offer, str, asyncio.Future[bool]]] = []
         self._helping: set[Offer] = set()
         self._claims = itertools.count()
@@ -311,24 +318,46 @@ class Worker:
 
     async def _converse(self, run: Run, prompt: Prompt, row: Row) -> Reply:
         """Ask the prompt, then each follow-up with the replies so far as context; fills the row."""
-        messages, seed, ids = list(prompt.messages), row.seed, self.settings.work.token_ids
-        reply = await self.server.chat(messages, prompt.tools, run.sampling, seed, ids)
+        messages = list(prompt.messages)
+        reply = await self._ask(run, prompt, row, messages, prompt.prefix)
         usage = reply.usage
         for follow_up in prompt.follow_ups:
             turn = {"role": "assistant", "content": reply.content, "reasoning_content": reply.reasoning_content}
             messages += [{name: value for name, value in turn.items() if value is not None}, follow_up]
-            reply = await self.server.chat(messages, prompt.tools, run.sampling, seed, ids)
+            reply = await self._ask(run, prompt, row, messages)
             usage = Usage(*(a + b for a, b in zip(_tokens(usage), _tokens(reply.usage), strict=True)))
         row.messages, row.usage = messages, usage
         row.content, row.reasoning_content = reply.content, reply.reasoning_content
+        if prompt.prefix and not prompt.follow_ups:
+            row.content = prompt.prefix + (reply.content or "")
         row.tool_calls, row.finish_reason = reply.tool_calls, reply.finish_reason
+        if reply.token_ids:
+            row.prompt_token_ids, row.token_ids = reply.prompt_token_ids or [], reply.token_ids
         return reply
+
+    async def _ask(
+        self, run: Run, prompt: Prompt, row: Row, messages: list[Message], prefix: str | None = None
+    ) -> Reply:
+        """One reply; where the run's max_tokens does not fit beside the prompt, with as many as do."""
+        sampling = run.sampling
+        for _ in range(3):  # the first refusal may only name the context, and the second what the prompt leaves of it
+            try:
+                return await self.server.chat(
+                    messages, prompt.tools, sampling, row.seed, self.settings.work.token_ids, prefix
+                )
+            except PromptRefused as error:
+                if not 0 < error.room < sampling.max_tokens:
+                    raise
+                row.max_tokens = error.room
+                sampling = msgspec.structs.replace(sampling, max_tokens=error.room)
+        raise PromptRefused("the context has no room for a reply")
 
     # -- which batch next ----------------------------------------------------------------------------------------
 
     async def _feed(self) -> None:
         """Take the next batch whenever fewer prompts wait than may become wanted at once."""
         await self._ready.wait()
+        await self._looked.wait()
         while not self.draining.is_set():
             self.slots.changed.clear()
             delivery = None
@@ -493,6 +522,12 @@ class Worker:
                 }  # fmt: skip
                 self.controls = controls
                 self._stop_what_is_stopped()
+                with contextlib.suppress(LedgerUnavailable):
+                    # At the start the others have not said yet that they are there.
+                    others = self._peers if self._loop.time() - self._started < PEERS_SECONDS else 1
+                    self._fair_share = await self._redis(self.ledger.fair_share, self.runs, others)
+                    self._set_limit()
+                    self._looked.set()
             await asyncio.sleep(1.0)
 
     def _stop_what_is_stopped(self) -> None:
@@ -603,10 +638,13 @@ class Worker:
             rows, looked = ended, now
             made, failed = self.totals["completion_tokens"] - tokens, self._faults - faults
             tokens, faults = tokens + made, faults + failed
-            limit = self._pilot.step(load, self.slots.in_flight, made, failed)
-            if limit != self.slots.limit:
-                self.slots.set_limit(limit)
+            self._pilot.step(load, self.slots.in_flight, made, failed)
+            self._set_limit()
             await asyncio.sleep(1.0 if self._ready.is_set() else 0.1)
+
+    def _set_limit(self) -> None:
+        if (limit := min(self._pilot.limit, self._fair_share)) != self.slots.limit:
+            self.slots.set_limit(limit)
 
     async def _sync_spool(self) -> None:
         """Make finished rows survive a power cut, all open batches together, twice a second."""
@@ -721,9 +759,11 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
-async def work(settings: Settings, redis_url: str, number: int, url: str, box: str, name: str, share: float) -> int:
+async def work(
+    settings: Settings, redis_url: str, number: int, url: str, box: str, name: str, share: float, peers: int
+) -> int:
     """The worker process: its whole life. Gives the exit code."""
     ledger = Ledger(redis_url)
     store = open_store(settings.store)
     async with connect(url, settings.model.path, settings.work.request_seconds) as server:
-        return await Worker(settings, number, server, ledger, store, box, name, share).run()
+        return await Worker(settings, number, server, ledger, store, box, name, share, peers).run()
