@@ -104,19 +104,24 @@ return new
 # Take offers: the oldest whose batch still belongs to who offered them. KEYS offers, takers; ARGV most, name.
 # Gives all that the worker has, also those that an answer which was lost on its way had told it of.
 _TAKE_OFFERS = """
+local function holds(offer)
+  local it = cjson.decode(offer)
+  return redis.call('HGET', 'gend:run:' .. it.run .. ':owners', it.batch) == it.claim
+end
 local taken = 0
 while taken < tonumber(ARGV[1]) do
   local offer = redis.call('LPOP', KEYS[1])
   if not offer then break end
-  local it = cjson.decode(offer)
-  if redis.call('HGET', 'gend:run:' .. it.run .. ':owners', it.batch) == it.claim then
+  if holds(offer) then
     redis.call('HSET', KEYS[2], offer, ARGV[2])
     taken = taken + 1
   end
 end
 local has, all = {}, redis.call('HGETALL', KEYS[2])
 for i = 1, #all, 2 do
-  if all[i + 1] == ARGV[2] then has[#has + 1] = all[i] end
+  if all[i + 1] == ARGV[2] then
+    if holds(all[i]) then has[#has + 1] = all[i] else redis.call('HDEL', KEYS[2], all[i]) end
+  end
 end
 return has
 """
@@ -447,7 +452,7 @@ class Ledger:
     def take_offers(self, box: str, most: int, worker: str) -> list[Offer]:
         """All offers that this worker has, after it took up to `most` more.
 
-        Those whose batch has another owner by now are dropped instead of taken.
+        Those whose batch has another owner by now are dropped.
         """
         keys = [f"gend:box:{box}:offers", f"gend:box:{box}:takers"]
         with _redis_errors():

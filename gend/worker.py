@@ -437,8 +437,9 @@ class Worker:
                 if offer in self._helping:
                     continue
                 held_here = self.held.get((offer.run, offer.batch))
-                if held_here and offer in held_here.elsewhere:
-                    _settle(held_here.elsewhere[offer][1], False)
+                if held_here and held_here.claim == offer.claim:  # our own: it is made here
+                    if offer in held_here.elsewhere:
+                        _settle(held_here.elsewhere[offer][1], False)
                     await self._redis(self.ledger.close_offers, self.box, [offer])
                 else:
                     self._helping.add(offer)

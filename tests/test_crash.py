@@ -300,7 +300,3 @@ def test_a_second_daemon_is_refused_and_two_sigterms_drain(
     assert not daemon.survivors()
     assert not Ledger(valkey.url).leased(run), "its batches are free at once"
     assert set(times_finished(daemon.request_log, source)) == kept_ids(daemon.work, daemon.store, run)
-    daemon.mode("slow", speed=1e9)
-    daemon.run_until_idle()
-    assert_whole(FolderParts(daemon.store), source, run)
-    assert set(times_finished(daemon.request_log, source).values()) == {1}, "what was in flight came to its end"

@@ -86,12 +86,14 @@ def test_stale_jobs_cost_nothing(lone: Lone, server: FakeServer, source: Path) -
     """500 late deliveries of batches that are done, of a finished run, of batches that do not exist."""
     run = lone.register(source)
     lone.finish(run)
-    for number in range(400):
-        hint(lone, run.id, number % run.batches)
+    jobs = [hint(lone, run.id, number % run.batches) for number in range(60)]
     for number in [10**9, -1, run.batches]:
         hint(lone, run.id, number)
-    for _ in range(97):
+    for _ in range(37):
         hint(lone, "run-that-was-removed", 0)
+    queue = queue_of(lone, run.id)
+    lone.ledger.raw.rpush(queue.key, *[job.id for job in jobs for _ in range(8)])  # each of them again and again
+    assert queue.count > 500
     parts = {path: path.stat() for path in lone.store_folder.rglob("*.jsonl")}
     worker = lone.start()
     wait_until(lambda: queue_of(lone, run.id).count == 0, "the queue is empty", failed=lone.logs)

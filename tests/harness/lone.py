@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ class LoneWorker:
     """One forked worker process."""
 
     def __init__(self, pid: int, ready: int, log: Path) -> None:
-        self.pid, self._ready, self.log = pid, ready, log
+        self.pid, self.ready, self.log = pid, ready, log
         self.status: int | None = None
 
     def wait(self, seconds: float = 60) -> int:
@@ -107,7 +108,7 @@ class LoneWorker:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
                 if pid:
                     self.status = os.waitstatus_to_exitcode(status)
-                    os.close(self._ready)
+                    os.close(self.ready)
             return self.status is not None
 
         wait_until(ended, f"worker {self.pid} ends", seconds=seconds, failed=lambda: self.log.read_text()[-4000:])
@@ -160,8 +161,15 @@ class Lone:
 
     def start(self, *wrappers: Wrapper, number: int = 0) -> LoneWorker:
         """Fork a worker, wrapped in `wrappers`."""
+        arguments = ["worker", "--number", str(number), "--url", self.server_url]
+        worker = self._fork(f"worker-{len(self.workers)}", arguments, wrappers)
+        os.write(worker.ready, b"ready\n")  # what the supervisor says once the server is
+        self.workers.append(worker)
+        return worker
+
+    def _fork(self, name: str, arguments: list[str], wrappers: tuple[Wrapper, ...] = ()) -> LoneWorker:
         read, write = os.pipe()
-        log = self.folder / f"worker-{len(self.workers)}.log"
+        log = self.folder / f"{name}.log"
         pid = os.fork()
         if pid == 0:
             code = 1
@@ -169,30 +177,23 @@ class Lone:
                 _leave_nothing_open(read, log)
                 for wrapper in wrappers:
                     wrapper()
-                gend.cli.main.main(
-                    ["--config", str(self.config), "worker", "--number", str(number), "--url", self.server_url]
-                )
+                gend.cli.main.main(["--config", str(self.config), *arguments])
             except SystemExit as ended:
                 code = ended.code if isinstance(ended.code, int) else 1
             finally:
                 sys.stderr.flush()
                 os._exit(code)
         os.close(read)
-        os.write(write, b"ready\n")  # what the supervisor says once the server is
-        self.workers.append(LoneWorker(pid, write, log))
-        return self.workers[-1]
+        return LoneWorker(pid, write, log)
 
     @contextlib.contextmanager
     def supplied(self) -> Iterator[None]:
-        """The loader beside the block, in a thread."""
-        over = threading.Event()
-        thread = threading.Thread(target=loader.keep_supplied, args=(self.settings, self.ledger, self.store, over.wait))
-        thread.start()
+        """The loader beside the block: a process too, since a fork of a process with busy threads may hang."""
+        loading = self._fork(f"loader-{time.time_ns():x}", ["loader"])
         try:
             yield
         finally:
-            over.set()
-            thread.join()
+            loading.end()
 
     def finish(self, run: Run, *wrappers: Wrapper, seconds: float = 60) -> None:
         """A worker and a loader until the run is done, then an orderly end of the worker."""
@@ -221,7 +222,8 @@ class Lone:
         )  # fmt: skip
 
     def logs(self) -> str:
-        return "\n".join(f"---- {worker.log.name}\n{worker.log.read_text()[-3000:]}" for worker in self.workers)
+        logs = sorted(self.folder.glob("*.log"))
+        return "\n".join(f"---- {log.name}\n{log.read_text()[-3000:]}" for log in logs)
 
     def kept(self, run: Run) -> set[str]:
         return kept_ids(self.work, self.store_folder, run.id)
