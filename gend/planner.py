@@ -27,7 +27,7 @@ class State(enum.StrEnum):
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """Times in seconds; from the settings."""
 
-    first_backoff_seconds: float = 2.0
+    first_backoff_seconds: float = 0.5
     longest_backoff_seconds: float = 300.0
     healthy_seconds: float = 600.0
     blocked_look_seconds: float = 5.0
