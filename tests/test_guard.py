@@ -18,9 +18,11 @@ from harness.services import FakeServer, Ports, Valkey, write_whole
 from gend.blame import AT_A_SERVER, Suspicion, accuse
 from gend.canary import knows, split_fault
 from gend.concurrency import FIRST_LIMIT, Pilot
+from gend.config import settings_from
 from gend.engine import Load
 from gend.errors import SettingsError
 from gend.records import Reply
+from gend.server_command import Seat, argv
 from gend.sglang_flags import fitting, known_flags
 
 # ---- blame
@@ -187,6 +189,13 @@ def test_flags_follow_the_installed_version(source: str, mamba: str, package: Ca
 
 def test_a_source_of_another_form_forbids_nothing(package: Callable[[str], Path]) -> None:
     assert fitting({"anything": 1}, known_flags(package("FLAGS = load()"))) == {"anything": "anything"}
+
+
+def test_without_speculative_decoding_only_its_flags_are_gone() -> None:
+    flags = {"speculative-algorithm": "NEXTN", "speculative-num-steps": 3, "mem-fraction-static": 0.9}
+    made = settings_from({"model": {"path": "m"}, "servers": {"command": ["serve"], "flags": flags}}, "test")
+    line = argv(made, Seat(number=0, gpus=(), port=30000), dropped="speculative")
+    assert " ".join(line) == "serve --model-path m --host 127.0.0.1 --port 30000 --mem-fraction-static 0.9"
 
 
 # ---- canaries

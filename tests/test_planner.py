@@ -35,6 +35,7 @@ ALONE: dict[str, tuple[Child, str | None]] = {
     "starting, no answer yet": (server(State.STARTING, since=NOW - 100), None),
     "starting and it answers": (server(State.STARTING, answers=True), "ready"),
     "starting for too long": (server(State.STARTING, since=NOW - 101), "kill"),
+    "starting, and it answers wrong": (server(State.STARTING, trouble="no reasoning_content"), "kill"),
     "ended while it started": (server(State.STARTING, exit_code=1), "failed"),
     "ended well, but nobody asked it to": (server(exit_code=0), "failed"),
     "ended and answered before": (server(State.STARTING, answers=True, exit_code=1), "failed"),

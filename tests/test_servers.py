@@ -36,13 +36,10 @@ def server(daemon: Daemon, number: int) -> dict[str, Any]:
 
 
 def finished(daemon: Daemon, source: Path) -> None:
-    """Wait until the run is finished: every row is there, and ok."""
-
-    def state() -> bool:
-        return [run["state"] for run in daemon.status()["runs"]] == ["finished"]
-
-    wait_until(state, "the run is finished", every=0.2, failed=daemon.logs)
-    assert_whole(FolderParts(daemon.store), source)
+    """Wait until every row is there, and ok."""
+    store = FolderParts(daemon.store)
+    wait_until(lambda: not read_parts(store, source).missing, "all rows are there", every=0.2, failed=daemon.logs)
+    assert_whole(store, source)
 
 
 def log_of(daemon: Daemon) -> str:
@@ -85,7 +82,7 @@ def test_a_server_that_hangs_is_ended_and_one_with_slow_health_is_not(make_daemo
     [dump] = (daemon.work / "logs").glob("server-1.hang-*.txt")
     assert "== pid" in dump.read_text()
     assert server(daemon, 0)["restarts"] == 0
-    wait_until(lambda: server(daemon, 1).get("state") == "ready", "server 1 is ready again", failed=daemon.logs)
+    said(daemon, "server-1: starting -> ready", 2)
     assert (server(daemon, 1)["restarts"], set(times_finished(daemon.request_log, source).values())) == (1, {1})
     assert "no token for" in server(daemon, 1)["last_error"]
 
@@ -101,7 +98,7 @@ def test_a_server_without_its_scheduler_is_not_waited_for(make_daemon: MakeDaemo
     )
     daemon.kill(psutil.Process(stats["scheduler"]))
     finished(daemon, source)
-    wait_until(lambda: server(daemon, 1).get("state") == "ready", "server 1 is ready again", failed=daemon.logs)
+    said(daemon, "server-1: starting -> ready", 2)
     assert f"its process {stats['scheduler']} died" in server(daemon, 1)["last_error"]
     assert set(times_finished(daemon.request_log, source).values()) == {1}
 
@@ -119,10 +116,7 @@ def test_rows_of_a_server_that_lies_are_made_again(make_daemon: MakeDaemon) -> N
         said(daemon, f"server-{server}: ready -> stopping (its worker saw a wrong canary)")
         daemon.mode("ok", server=server)
     finished(daemon, source)
-    lies = [event for event in read_request_log(daemon.request_log) if event["event"] == "finished"]
-    assert {"wrong", "junk"} <= {event["mode"] for event in read_request_log(daemon.request_log) if "mode" in event}, (
-        lies
-    )
+    assert {"wrong", "junk"} <= {event.get("mode") for event in read_request_log(daemon.request_log)}
 
 
 def test_a_port_that_somebody_holds(make_daemon: MakeDaemon) -> None:
@@ -136,20 +130,20 @@ def test_a_port_that_somebody_holds(make_daemon: MakeDaemon) -> None:
         blocked = server(daemon, 1)
         assert (blocked["state"], blocked["restarts"]) == ("blocked", 0)
         assert f"port {daemon.port(1) + 3} is held by pid {os.getpid()}" in blocked["last_error"]
-    wait_until(lambda: server(daemon, 1).get("state") == "ready", "server 1 has its port", failed=daemon.logs)
+    said(daemon, "server-1: starting -> ready")
 
     # A child of the server itself that outlives it: part of its session, so it goes too.
     [orphan] = [process for process in daemon.all_processes() if process.cmdline()[:1] == ["sglang::orphan"]]
     daemon.kill(daemon.servers()[0])
     wait_until(lambda: not alive(orphan), "the orphan is gone", failed=daemon.logs)
-    wait_until(lambda: server(daemon, 0).get("restarts") == 1, "server 0 is back", failed=daemon.logs)
+    said(daemon, "server-0: starting -> ready", 2)
     assert "blocked" not in log_of(daemon).split("server-0: ready -> backoff")[1]
 
 
 def test_a_server_that_crashes_for_no_prompts_sake_gets_less_to_do(make_daemon: MakeDaemon) -> None:
     """More than 7 at once kill it. Nobody is to blame: after two crashes 6 of 8 are sent. A third turns MTP off."""
     config = {"servers": {"flags": {"speculative-algorithm": "NEXTN", "speculative-num-steps": 3}}}
-    daemon = make(make_daemon, "--speed", "1", "--max-running-requests", "6", servers=1, config=config)
+    daemon = make(make_daemon, "--speed", "4", "--max-running-requests", "6", servers=1, config=config)
     source = write_prompts(daemon.folder / "prompts.jsonl", 60)
     daemon.enqueue(source)
     daemon.mode("crash_above", running=7)
@@ -158,15 +152,12 @@ def test_a_server_that_crashes_for_no_prompts_sake_gets_less_to_do(make_daemon: 
     def note() -> str:
         return str(server(daemon, 0).get("note", ""))
 
-    wait_until(lambda: note() == "75% of its slots after 2 crashes", "two crashes", failed=daemon.logs)
     finished(daemon, source)
     assert note() == "75% of its slots after 2 crashes", "the third did not come"
-    assert "--speculative-algorithm" in (daemon.stats(0) or {})["argv"]
+    assert "--speculative-algorithm" in daemon.servers()[0].cmdline()
     daemon.kill(daemon.servers()[0])
-    wait_until(lambda: "speculative decoding off" in note(), "the third crash", failed=daemon.logs)
-    argv = wait_until(lambda: (daemon.stats(0) or {}).get("argv"), "it is up again", failed=daemon.logs)
-    assert not [flag for flag in argv if flag.startswith("--speculative")]
-    assert "--enable-metrics" not in argv, "no flags of SGLang for another command"
+    said(daemon, "server-0: ready -> backoff", 3)
+    wait_until(lambda: note() == "56% of its slots after 3 crashes, speculative decoding off", "MTP is off", every=0.5)
 
 
 def test_a_slow_start_is_not_death_and_a_killed_supervisor_costs_no_start(make_daemon: MakeDaemon) -> None:
@@ -175,7 +166,6 @@ def test_a_slow_start_is_not_death_and_a_killed_supervisor_costs_no_start(make_d
     daemon.wait_for_processes(workers=2, servers=2)
     before = {number: process.pid for number, process in daemon.servers().items()}
     daemon.kill(daemon.supervisor)
-    assert daemon.stats(0) is None, "they are loading still"
     source = write_prompts(daemon.folder / "prompts.jsonl", 40)
     daemon.enqueue(source)
     daemon.start()
@@ -193,7 +183,7 @@ def test_a_server_that_always_exits_is_nobody_elses_business(make_daemon: MakeDa
     daemon.enqueue(source)
     daemon.start()
     finished(daemon, source)
-    wait_until(lambda: server(daemon, 1).get("restarts", 0) >= 2, "it was tried again", failed=daemon.logs)
+    said(daemon, "server-1: starting -> backoff (ended with 3: fake server: told to exit)", 2)
     assert "ended with 3: fake server: told to exit" in server(daemon, 1)["last_error"]
     assert server(daemon, 0)["restarts"] == 0
     assert "server 1" in daemon.cli("status").stdout
@@ -202,23 +192,23 @@ def test_a_server_that_always_exits_is_nobody_elses_business(make_daemon: MakeDa
 def test_a_run_of_stubs_is_paused_and_goes_on_when_told_to(make_daemon: MakeDaemon) -> None:
     daemon = make(make_daemon, "--max-running-requests", "8")
     source = write_prompts(daemon.folder / "prompts.jsonl", 1000)
-    daemon.mode("empty", share=0.87)
+    daemon.mode("empty", share=0.87, containing="Question")  # canaries come back right
     run = daemon.enqueue(source)
     daemon.start()
 
     def shown() -> dict[str, Any]:
         return dict(daemon.status()["runs"][0])
 
-    wait_until(lambda: shown()["state"] == "paused", "the alarm", failed=daemon.logs)
+    wait_until(lambda: shown()["state"] == "paused", "the alarm", every=0.5, failed=daemon.logs)
     wait_until(lambda: not any((daemon.stats(n) or {}).get("in_flight") for n in (0, 1)), "nothing is in flight")
     assert "replies are bad, the limit is 5%" in shown()["reason"], shown()
     made = len(times_finished(daemon.request_log, source))
     assert made < 300
     daemon.mode("ok")
     daemon.cli("resume", run)
-    wait_until(lambda: shown()["state"] == "finished", "it goes on", failed=daemon.logs)
+    wait_until(lambda: shown()["state"] == "finished", "it goes on", every=0.5, failed=daemon.logs)
     seen = read_parts(FolderParts(daemon.store), source)
-    assert not seen.missing and not seen.doubled
+    assert not seen.problems()
     assert seen.verdicts["ok"] + seen.verdicts["empty"] == 1000
     print(f"{made} made, {seen.verdicts} after the alarm")
     assert 20 < seen.verdicts["empty"] <= made
