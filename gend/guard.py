@@ -25,7 +25,7 @@ from gend.engine import Server
 from gend.errors import Draining, LedgerUnavailable, PromptRefused, ServerFault, ServerUnavailable
 from gend.ledger import Control, Ledger
 from gend.records import Reply, Row, Run
-from gend.slots import Slots
+from gend.slots import RETRY, Slots
 from gend.verdict import EMPTY, JUNK, LOOP, Alarm
 
 log = logging.getLogger("gend.worker")
@@ -164,6 +164,7 @@ class Guard:
                 await stack.enter_async_context(self._lane)
                 await self._enter_lane()
                 stack.callback(self._leave_lane)
+            rank = RETRY if stage else rank  # it was sent before, and its batch waits for it
             await stack.enter_async_context(self._slots.alone() if stage >= 3 else self._slots.slot(rank, run))
             self._out.add(key)
             yield
