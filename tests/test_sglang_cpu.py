@@ -41,7 +41,7 @@ CPU_FLAGS = {
     "device": "cpu", "attention-backend": "torch_native", "sampling-backend": "pytorch", "grammar-backend": "none",
     "disable-overlap-schedule": True, "mem-fraction-static": 0.5, "max-total-tokens": 8192, "max-running-requests": 8,
 }  # fmt: skip
-STALL_SECONDS = 5.0
+STALL_SECONDS = 10.0
 
 THE_PARSER = """
 import argparse, json
@@ -84,9 +84,16 @@ def test_a_flag_that_it_does_not_have_costs_no_start(make_daemon: MakeDaemon) ->
 
 
 def test_it_lives_dies_hangs_and_ends(make_daemon: MakeDaemon) -> None:
-    """One daemon through all of it, since each start takes half a minute. Seen on 2 cores:
+    """One daemon through all of it, since each start takes half a minute. Seen on 2 cores, with much else on them:
 
-    TIMES
+    start               ready by canary after 24 to 77 s
+    scheduler killed    noticed at the next look, each second, before its main process has; every batch given back within
+                        1 s, its rows kept in the spool; loading again 2 to 3 s after it was noticed
+    scheduler stopped   with stall_seconds = 10: 22 s without a token when it was ended (a probe of 10 s among them);
+                        loading again 4 s after that. /metrics goes on answering with numbers that stand still, with 0
+                        requests if it was idle; /v1/loads and chat completions hang without end
+    TERM                rows in flight had their 5 s, and batches were given back; then SGLang was asked, and ended within
+                        8 s; nothing was left, no process and no port
     """
     daemon = make(make_daemon)
     daemon.start()
@@ -97,20 +104,14 @@ def test_it_lives_dies_hangs_and_ends(make_daemon: MakeDaemon) -> None:
     restarted(daemon, starts=2, why="its process")
     finished(daemon, source, run, kept)
 
-    source, run = enqueue(daemon, "stopped", seed=2)
-    kept = some_rows(daemon, run)
+    # In a pause, when its own numbers say that nothing runs: they go on saying so, whatever is sent to it then.
     daemon.kill(scheduler(daemon), signal.SIGSTOP)
+    source, run = enqueue(daemon, "stopped", seed=2)
     restarted(daemon, starts=3, why="and a probe failed")
     assert list((daemon.work / "logs").glob("server-0.hang-*.txt"))
-    finished(daemon, source, run, kept)
-
-    # Its own numbers go on saying that nothing runs, whatever is sent to it from then on.
-    daemon.kill(scheduler(daemon), signal.SIGSTOP)
-    source, run = enqueue(daemon, "idle", seed=3)
-    restarted(daemon, starts=4, why="and a probe failed")
     finished(daemon, source, run, {})
 
-    source, run = enqueue(daemon, "drained", seed=4)
+    source, run = enqueue(daemon, "drained", seed=3)
     some_rows(daemon, run)
     assert daemon.stop() == 0, daemon.logs()
     assert not daemon.survivors()
@@ -165,7 +166,11 @@ def some_rows(daemon: Daemon, run: str) -> dict[str, bytes]:
 def restarted(daemon: Daemon, starts: int, why: str) -> None:
     """Wait until it loads again, and for no other reason than `why`."""
     wait_until(
-        lambda: server(daemon)["restarts"] == starts - 1, f"start {starts}", seconds=120, every=1.0, failed=daemon.logs
+        lambda: server(daemon).get("restarts") == starts - 1,
+        f"start {starts}",
+        seconds=120,
+        every=1.0,
+        failed=daemon.logs,
     )
     assert why in server(daemon)["last_error"]
     ready(daemon, starts)
