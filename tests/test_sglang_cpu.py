@@ -87,12 +87,12 @@ def test_it_lives_dies_hangs_and_ends(make_daemon: MakeDaemon) -> None:
     """One daemon through all of it, since each start takes half a minute. Seen on 2 cores, with much else on them:
 
     start               ready by canary after 24 to 77 s
-    scheduler killed    noticed at the next look, each second, before its main process has; every batch given back within
+    scheduler killed    noticed at the next look, each second, before its main process has; batches given back within
                         1 s, its rows kept in the spool; loading again 2 to 3 s after it was noticed
     scheduler stopped   with stall_seconds = 10: 22 s without a token when it was ended (a probe of 10 s among them);
                         loading again 4 s after that. /metrics goes on answering with numbers that stand still, with 0
                         requests if it was idle; /v1/loads and chat completions hang without end
-    TERM                rows in flight had their 5 s, and batches were given back; then SGLang was asked, and ended within
+    TERM                rows in flight had their 5 s, batches were given back; then SGLang was asked, and ended within
                         8 s; nothing was left, no process and no port
     """
     daemon = make(make_daemon)
