@@ -525,14 +525,16 @@ class Ledger:
         with _redis_errors():
             names = cast(list[bytes], self.raw.lrange(queue.key, 0, -1))  # others' may be any bytes
             ours = map(re.compile(rf"{run.id}-(\d+)-[0-9a-f]+".encode()).fullmatch, names)
-            waiting = sorted({int(name[1]) for name in ours if name})
+            order = [int(name[1]) for name in ours if name]
+            waiting = sorted(set(order))
             pipe = self.redis.pipeline(transaction=False)
             pipe.smismember(done, waiting or [-1])
             pipe.zmscore(leases, [str(batch) for batch in waiting] or ["-1"])
             pipe.zrangebyscore(leases, 0, now_ms)
             are_done, lease_ends, ended = pipe.execute()
         stale = sum(bool(is_done or (ends or 0) > now_ms) for is_done, ends in zip(are_done, lease_ends, strict=True))
-        returned = {int(batch) for batch in ended}.difference(waiting)
+        # A hint at one of them that waits deep in the queue would be followed minutes later.
+        returned = {int(batch) for batch in ended}.difference(order[: 2 * len(ended) + 8])
         hints = [(batch, True) for batch in sorted(returned, reverse=True) if batch < run.batches]
         useful = len(waiting) - stale
         if useful * 2 <= wanted:

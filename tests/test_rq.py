@@ -122,6 +122,15 @@ def test_batches_whose_worker_is_gone_come_first(lone: Lone, source: Path) -> No
     assert lone.ledger.release_owner("dead.") == 1
     assert lone.ledger.stock(run, 64) == 1
     assert [job.args[1] for job in queue_of(lone, run.id).jobs] == [3, 0, 2, 4]
+    assert lone.ledger.stock(run, 64) == 0, "one hint in front is enough"
+
+
+def test_a_hint_deep_in_the_queue_is_no_hint_for_a_batch_whose_worker_is_gone(lone: Lone, tmp_path: Path) -> None:
+    run = lone.register(write_prompts(tmp_path / "many.jsonl", 40 * 8))
+    lone.ledger.claim(run.id, 39, "dead.0", 15.0)
+    lone.ledger.release_owner("dead.")
+    assert lone.ledger.stock(run, 64) == 1
+    assert [job.args[1] for job in queue_of(lone, run.id).jobs] == [39, *range(40)]
 
 
 class Trap:
