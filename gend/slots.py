@@ -28,11 +28,6 @@ class Slots:
         self._one_alone = asyncio.Lock()
         self._rooms: dict[int, dict[str, deque[asyncio.Future[None]]]] = {}
 
-    @property
-    def free(self) -> int:
-        """Slots that nobody holds and nobody waits for."""
-        return max(0, self.limit - self.in_flight)
-
     @contextlib.asynccontextmanager
     async def slot(self, rank: int, run: str) -> AsyncIterator[None]:
         """Hold a slot for the block. Raises Draining, and for ranks from 0 on Withdrawn."""

@@ -432,7 +432,10 @@ class Worker:
         for held, offer, prompt, made in offered:
             held.elsewhere[offer] = prompt, made
         # The server's own small queue is for the steady state: here it would keep a prompt from another's free slot.
-        if (free := self.slots.free - queue_wanted(self.slots.limit)) > 0 and not self.slots.closed:
+        # But one prompt can always be taken: offers that nobody has room for would wait for ever.
+        room = max(1, min(self._pilot.limit - queue_wanted(self._pilot.limit), self._fair_share))
+        free = room - self.slots.in_flight - self.slots.waiting()
+        if free > 0 and not self.slots.closed:
             for offer in await self._redis(self.ledger.take_offers, self.box, free, self.name):
                 if offer in self._helping:
                     continue

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from harness.daemon import Daemon
 from harness.processes import end_all, wait_until
 from harness.reader import FolderParts, Parts, S3Parts, assert_whole, times_finished, write_prompts
@@ -105,3 +106,13 @@ def test_the_box_is_lost_in_the_middle_and_another_goes_on_from_s3(
     assert len(made) <= PROMPTS - sum(body.count(b"\n") for body in before.values()), "only what was missing"
     again = second.cli("enqueue", source, "--name", "test").stdout
     assert "nothing was added" in again
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_few_prompts_and_few_slots_are_no_dead_end(make_daemon: Callable[..., Daemon], in_flight: int) -> None:
+    """More servers than slots are needed, and prompts on offer: each offer finds somebody with room for it."""
+    daemon = make_daemon(servers=2, server_flags=FLAGS, config={"work": {"in_flight": in_flight, "batch_size": 7}})
+    source = write_prompts(daemon.folder / "few.jsonl", 7)
+    run = daemon.enqueue(source)
+    daemon.run_until_idle(seconds=60)
+    assert_whole(FolderParts(daemon.store), source, run)

@@ -106,10 +106,8 @@ async def test_a_smaller_limit_lets_those_in_flight_end(crowd: Crowd) -> None:
     await settle()
     crowd.slots.set_limit(1)
     assert crowd.slots.in_flight == 3
-    assert crowd.slots.free == 0
     crowd.leave.set()
     await asyncio.gather(*tasks)
-    assert crowd.slots.free == 1
 
 
 async def test_closing_one_run_sends_away_only_its_own(crowd: Crowd) -> None:
