@@ -9,7 +9,7 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
 
-from gend.errors import Draining, Withdrawn
+from gend.errors import Draining, GendError, Withdrawn
 
 RETRY = -1
 """The rank of a prompt that was sent before: ahead of all others, since its batch waits for it."""
@@ -77,19 +77,19 @@ class Slots:
     def close(self, run: str | None = None) -> None:
         """Send away all who wait (of one run, or of all for good): they raise Draining. Those in flight go on."""
         self.closed = self.closed or run is None
-        self._send_away(Draining("nothing new is sent"), self._rooms, run)
+        self._send_away(Draining, "nothing new is sent", self._rooms, run)
         self._left.set()
 
     def withdraw(self) -> None:
         """Send away all who wait but retries, so that any server of this box can take them: they raise Withdrawn."""
-        self._send_away(Withdrawn("offered to all servers"), [rank for rank in self._rooms if rank != RETRY], None)
+        self._send_away(Withdrawn, "offered to all", [rank for rank in self._rooms if rank != RETRY], None)
 
-    def _send_away(self, why: Exception, ranks: Iterable[int], run: str | None) -> None:
+    def _send_away(self, error: type[GendError], why: str, ranks: Iterable[int], run: str | None) -> None:
         for runs in (self._rooms[rank] for rank in ranks):
             for name in list(runs) if run is None else [run]:
                 for future in runs.pop(name, ()):
                     if not future.done():
-                        future.set_exception(why)
+                        future.set_exception(error(why))  # one each: a shared one drags the tracebacks of all along
         self.changed.set()
 
     async def _enter(self, rank: int, run: str) -> None:
