@@ -57,8 +57,9 @@ class RQWorker(BaseWorker):
         )
 
     def open(self) -> None:
-        """Register with RQ."""
-        self._call(self.register_birth)
+        """Register with RQ; as often as it takes, since an answer may be lost."""
+        self._call(super()._set_ip_address, self.connection)
+        self._call(self._register)
         self._call(self.set_state, WorkerStatus.IDLE)
 
     def take(self, queues: Sequence[str]) -> Delivery | None:
@@ -112,9 +113,12 @@ class RQWorker(BaseWorker):
             job.started_at = now()
             return Delivery(job, queue, execution, hint)
 
-    def _beat(self) -> None:
-        if not self.connection.exists(self.key):  # Redis was emptied or restarted with old data
+    def _register(self) -> None:
+        if not self.connection.exists(self.key):
             self.register_birth()  # type: ignore[no-untyped-call]
+
+    def _beat(self) -> None:
+        self._register()  # anew, where Redis was emptied or restarted with old data
         for execution in list(self.executions.values()):
             self.maintain_heartbeats(execution.job, execution)
         self.heartbeat()
@@ -131,6 +135,10 @@ class RQWorker(BaseWorker):
         """RQ would raise the socket's timeout to 415 s, for a blocking pop that we never make: a Redis that has gone
         silent would then hold up leases and marks for as long."""
         return connection
+
+    def _set_ip_address(self, connection: redis.Redis) -> None:
+        """RQ's constructor asks Redis here, so that a worker could not start while Redis is away: `open` asks."""
+        self.ip_address = "unknown"
 
     def procline(self, message: str) -> None:
         """RQ would rename the process at each job; the name set at the start is what `ps` should show."""

@@ -126,6 +126,27 @@ def test_redis_away_in_the_middle_of_batches(
     assert lone.ledger.progress()[0].counts["rows"] == ROWS
 
 
+def test_a_worker_starts_while_redis_is_away(
+    make_lone: Callable[..., Lone],
+    server: FakeServer,
+    redis_server: Valkey,
+    redis_proxy: TcpProxy,
+    tmp_path: Path,
+) -> None:
+    """It waits, rather than end and be started later and later."""
+    lone = make_lone(redis_server.url_at(redis_proxy.port))
+    source = write_prompts(tmp_path / "prompts.jsonl", 8)
+    run = lone.register(source)
+    redis_proxy.set("refuse")
+    with lone.supplied():
+        worker = lone.start(impatient)
+        wait_until(lambda: "redis is away" in worker.log.read_text(), "the worker says so", failed=lone.logs)
+        redis_proxy.set("pass")
+        lone.wait_done(run)
+        worker.signal(signal.SIGTERM)
+        assert worker.wait() == 0, worker.log.read_text()
+
+
 def refuse_writes(redis_server: Valkey) -> Callable[[], None]:
     redis_server.client().replicaof("127.0.0.1", "1")  # READONLY
     return lambda: redis_server.client().replicaof("NO", "ONE") and None
