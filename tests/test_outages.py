@@ -140,7 +140,8 @@ def test_a_worker_starts_while_redis_is_away(
     redis_proxy.set("refuse")
     with lone.supplied():
         worker = lone.start(impatient)
-        wait_until(lambda: "redis is away" in worker.log.read_text(), "the worker says so", failed=lone.logs)
+        said = lambda: worker.log.exists() and "redis is away" in worker.log.read_text()  # noqa: E731
+        wait_until(said, "the worker says so", failed=lone.logs)
         redis_proxy.set("pass")
         lone.wait_done(run)
         worker.signal(signal.SIGTERM)
@@ -180,7 +181,8 @@ def test_redis_refuses_writes(how: Callable[[Valkey], Callable[[], None]], make_
     run = lone.register(source)
     with working(lone, run) as worker:
         mend = how(redis_server)
-        wait_until(lambda: "redis is away" in worker.log.read_text(), "the worker says so", failed=lone.logs)
+        said = lambda: worker.log.exists() and "redis is away" in worker.log.read_text()  # noqa: E731
+        wait_until(said, "the worker says so", failed=lone.logs)
         assert away(lone) == {"redis"}
         mend()
     assert_nothing_came_of_it(FolderParts(lone.store_folder), server, source, run)

@@ -64,7 +64,9 @@ def test_a_prompt_that_kills_servers_is_found_and_costs_nobody_else_a_row(make_d
     print(f"{len(crashes)} crashes")
     assert 3 <= len(crashes) <= 5
     times = times_finished(daemon.request_log, source)
-    assert set(times.values()) == {1}, "rows that were there were not made again"
+    # A reply that was on its way when its server died is made again, and only such a one.
+    assert set(times.values()) <= {1, 2}, "rows that were there were not made again"
+    assert sum(count == 2 for count in times.values()) <= len(crashes), times
     assert len(times) == 59
 
 
