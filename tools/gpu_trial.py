@@ -16,12 +16,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from gend.engine import request_body
+from gend.records import Sampling
 
 GEND = [sys.executable, "-m", "gend"]
 
@@ -183,42 +187,93 @@ def faults(options: argparse.Namespace) -> None:
     say("SGLang processes left", [pid for pid, name in named() if name.startswith("sglang::")] or "none")
 
 
+class Busy(threading.Thread):
+    """How long a server has had something to run: from its first running request to its last, to 0.1 s."""
+
+    def __init__(self, port: int):
+        super().__init__(daemon=True)
+        self.url = f"http://127.0.0.1:{port}/v1/loads"
+        self.first = self.last = 0.0
+        self.most = 0
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        while not self._over.wait(0.1):
+            with urllib.request.urlopen(self.url, timeout=10) as answer:
+                running = json.loads(answer.read())["loads"][0]["num_running_reqs"]
+            if running:
+                self.first, self.last = self.first or time.monotonic(), time.monotonic()
+                self.most = max(self.most, running)
+
+    def __enter__(self) -> "Busy":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self.join()
+
+    @property
+    def seconds(self) -> float:
+        return self.last - self.first
+
+
 def speed(options: argparse.Namespace) -> None:
-    """Tokens/s through gend and through SGLang's own client, on the same server, one after the other."""
+    """Tokens/s through gend and through SGLang's own client: the same requests to the same server, in turn.
+
+    Each is timed by the server, from its first running request to its last: gend's canaries and its last part count,
+    reading the prompts and importing the client do not.
+    """
     trial = Trial(options, "speed", options.gpus[:1])
     say("from `gend up` to ready", f"{trial.up():.0f} s")
     loads = json.loads(urllib.request.urlopen(f"http://127.0.0.1:{options.port}/v1/loads").read())["loads"][0]
     say("running requests, KV tokens", f"{loads['max_running_requests']}, {loads['max_total_num_tokens']}")
     warm = trial.enqueue("warm", 64)
     trial.finish(warm)
-    concurrency = options.concurrency or loads["max_running_requests"]
     for turn in range(options.turns):
-        made, started = server_tokens(options.port), time.monotonic()
-        run = trial.enqueue(f"speed{turn}", options.rows)
-        trial.finish(run)
-        seconds, tokens = time.monotonic() - started, server_tokens(options.port) - made
-        rate = f"{tokens / seconds:.0f} tokens/s"
-        say(f"gend, turn {turn}", f"{options.rows} rows, {tokens:.0f} tokens, {seconds:.1f} s: {rate}")
+        mine = theirs = 0.0
+        made = server_tokens(options.port)
+        with Busy(options.port) as busy:
+            run = trial.enqueue(f"speed{turn}", options.rows)
+            trial.finish(run)
+        tokens = server_tokens(options.port) - made
+        mine = tokens / busy.seconds
+        told = f"{tokens:.0f} tokens in {busy.seconds:.1f} s, {busy.most} running at most"
+        say(f"gend, turn {turn}", f"{options.rows} rows, {told}: {mine:.0f} tokens/s")
         if options.bench_serving:
-            command = [
-                sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang-oai-chat", "--host", "127.0.0.1",
-                "--port", str(options.port), "--dataset-name", "random-ids", "--random-input-len", "90",
-                "--random-output-len", str(options.max_tokens), "--random-range-ratio", "1.0", "--num-prompts",
-                str(options.rows), "--max-concurrency", str(concurrency), "--disable-stream", "--disable-tqdm",
-                "--model", options.model, "--output-file", str(trial.folder / "bench_serving.jsonl"),
-            ]  # fmt: skip
-            environment = {**os.environ, **dict(pair.split("=", 1) for pair in options.env)}
-            made, started = server_tokens(options.port), time.monotonic()
-            answer = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=options.bench_seconds
-            )
+            made = server_tokens(options.port)
+            with Busy(options.port) as busy:
+                answer = bench_serving(options, trial, turn, options.concurrency or loads["max_running_requests"])
             tokens = server_tokens(options.port) - made
-            (trial.folder / f"bench_serving{turn}.log").write_text(answer.stdout + answer.stderr)
+            theirs = tokens / busy.seconds if busy.seconds else float("nan")
+            told = f"{tokens:.0f} tokens in {busy.seconds:.1f} s, {busy.most} running at most"
             wanted = ("duration", "Output token throughput")
-            lines = [" ".join(line.split()) for line in answer.stdout.splitlines() if any(w in line for w in wanted)]
-            say(f"bench_serving, turn {turn}", f"{tokens:.0f} tokens; {'; '.join(lines)}")
+            lines = [" ".join(line.split()) for line in answer.splitlines() if any(w in line for w in wanted)]
+            say(f"bench_serving, turn {turn}", f"{told}: {theirs:.0f} tokens/s; it says: {'; '.join(lines)}")
+            say("gend / bench_serving", f"{mine / theirs:.3f}")
     say("gend down", f"{trial.down():.1f} s")
     say("GPU memory after", gpu_memory())
+
+
+def bench_serving(options: argparse.Namespace, trial: Trial, turn: int, concurrency: int) -> str:
+    """SGLang's own client with the requests that gend has just sent, seeds apart; what it prints."""
+    requests = trial.folder / f"requests{turn}.jsonl"
+    with open(trial.folder / f"speed{turn}.jsonl") as prompts, open(requests, "w") as out:
+        for line in prompts:
+            sampling = Sampling(max_tokens=options.max_tokens, thinking=True)
+            body = json.loads(request_body(options.model, json.loads(line)["messages"], None, sampling, 1))
+            out.write(json.dumps(body) + "\n")
+    command = [
+        sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang-oai-chat", "--host", "127.0.0.1",
+        "--port", str(options.port), "--dataset-name", "openai", "--dataset-path", str(requests),
+        "--sharegpt-output-len", str(options.max_tokens), "--num-prompts", str(options.rows),
+        "--max-concurrency", str(concurrency), "--disable-stream", "--disable-tqdm", "--disable-ignore-eos", "--warmup-requests", "0",
+        "--model", options.model, "--output-file", str(trial.folder / "bench_serving.jsonl"),
+    ]  # fmt: skip
+    environment = {**os.environ, **dict(pair.split("=", 1) for pair in options.env)}
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=options.bench_seconds)
+    (trial.folder / f"bench_serving{turn}.log").write_text(answer.stdout + answer.stderr)
+    return answer.stdout
 
 
 def scale(options: argparse.Namespace) -> None:
