@@ -267,8 +267,8 @@ def bench_serving(options: argparse.Namespace, trial: Trial, turn: int, concurre
         sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang-oai-chat", "--host", "127.0.0.1",
         "--port", str(options.port), "--dataset-name", "openai", "--dataset-path", str(requests),
         "--sharegpt-output-len", str(options.max_tokens), "--num-prompts", str(options.rows),
-        "--max-concurrency", str(concurrency), "--disable-stream", "--disable-tqdm", "--disable-ignore-eos", "--warmup-requests", "0",
-        "--model", options.model, "--output-file", str(trial.folder / "bench_serving.jsonl"),
+        "--max-concurrency", str(concurrency), "--disable-stream", "--disable-tqdm", "--disable-ignore-eos",
+        "--warmup-requests", "0", "--model", options.model, "--output-file", str(trial.folder / "bench_serving.jsonl"),
     ]  # fmt: skip
     environment = {**os.environ, **dict(pair.split("=", 1) for pair in options.env)}
     answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=options.bench_seconds)
