@@ -16,6 +16,7 @@ Ctrl-C or the end of the time stops the servers and keeps what was measured.
 import asyncio
 import contextlib
 import itertools
+import math
 import random
 import re
 import signal
@@ -54,7 +55,12 @@ GRAPH, GRAPH_REQUESTS = "cuda-graph-max-bs-decode", 256
 
 MTP_STEPS = range(1, 6)
 WORSE = 0.05
-"""More replies that are not good, by this share, and a candidate cannot win: fast and wrong is of no use."""
+"""More replies that are not good, by this share and twice what chance does to it, and a candidate cannot win: fast and
+wrong is of no use."""
+
+REFILL = "min-free-slots-delay"
+REFILL_SLOTS = 4
+"""SGLang (0.5.17) can hold prefills back until so many slots are free, 4 at most: decoding stops less often."""
 
 IN_FLIGHT = 64
 """For a server that does not say how many requests it can run, with flags that do not either."""
@@ -219,7 +225,8 @@ class Search:
 
     def beats(self, trial: Trial, best: Trial) -> bool:
         faster = trial.tokens_per_second > best.tokens_per_second * (1 + NOISE)
-        return faster and trial.bad_share <= best.bad_share + WORSE
+        chance = math.sqrt(sum(one.bad_share * (1 - one.bad_share) / max(1, one.replies) for one in (trial, best)))
+        return faster and trial.bad_share <= best.bad_share + WORSE + 2 * chance
 
     def close_to_best(self, tokens_per_second: float) -> bool:
         """Whether another window may change the order."""
@@ -252,6 +259,8 @@ def neighbours(flags: Flags, running: int) -> Iterator[tuple[str, dict[str, Flag
             if other in MTP_STEPS:
                 drafts = {"speculative-num-steps": other, "speculative-num-draft-tokens": other + 1}
                 yield f"MTP {other} steps", dict(flags) | drafts
+    if asked > 2 * REFILL_SLOTS and REFILL not in flags:
+        yield f"refill {REFILL_SLOTS} at once", dict(flags) | {REFILL: REFILL_SLOTS}
     chunk = int(_number(flags, "chunked-prefill-size", CHUNK_TOKENS))
     for size in (chunk * 2, chunk // 2):
         yield f"chunked prefill {size}", dict(flags) | {"chunked-prefill-size": size}

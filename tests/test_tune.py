@@ -66,7 +66,8 @@ def test_the_most_promising_comes_first_and_the_hopeless_never() -> None:
     while candidate := search.next():
         order.append(candidate.name)
         search.record(trial(100.0, candidate.flags))
-    assert order == ["plan", "running 130", "chunked prefill 16384", "chunked prefill 4096", "running 77"]
+    chunks = ["chunked prefill 16384", "chunked prefill 4096"]
+    assert order == ["plan", "running 130", "refill 4 at once", *chunks, "running 77"]
 
 
 def test_the_climb_goes_on_from_the_best() -> None:
@@ -95,14 +96,15 @@ def test_beside_starts_that_still_run_the_most_promising_of_them_leads() -> None
     [
         (trial(110.0, {}), True),
         (trial(102.0, {}), False),
-        (trial(200.0, {}, bad_share=0.5), False),
+        (trial(200.0, {}, bad_share=0.5, replies=100), False),
+        (trial(200.0, {}, bad_share=0.13, replies=50), True),
         (trial(200.0, {}, failed="died"), False),
     ],
-    ids=["faster", "within noise", "fast and wrong", "failed"],
+    ids=["faster", "within noise", "fast and wrong", "fast and perhaps unlucky", "failed"],
 )
 def test_only_a_clear_gain_wins(second: Trial, wins: bool) -> None:
     search = Search([], [], lambda flags: 0.0)
-    search.record(trial(100.0, {}))
+    search.record(trial(100.0, {}, bad_share=0.04, replies=50))
     assert search.record(second) == wins
 
 

@@ -221,8 +221,8 @@ class Busy(threading.Thread):
 def speed(options: argparse.Namespace) -> None:
     """Tokens/s through gend and through SGLang's own client: the same requests to the same server, in turn.
 
-    Each is timed by the server, from its first running request to its last: gend's canaries and its last part count,
-    reading the prompts and importing the client do not.
+    gend is timed by the server, from its first running request to its last, so its canaries and its end count.
+    bench_serving times itself in the same way, after a first request that it makes to see whether all is well.
     """
     trial = Trial(options, "speed", options.gpus[:1])
     say("from `gend up` to ready", f"{trial.up():.0f} s")
@@ -231,7 +231,6 @@ def speed(options: argparse.Namespace) -> None:
     warm = trial.enqueue("warm", 64)
     trial.finish(warm)
     for turn in range(options.turns):
-        mine = theirs = 0.0
         made = server_tokens(options.port)
         with Busy(options.port) as busy:
             run = trial.enqueue(f"speed{turn}", options.rows)
@@ -241,23 +240,17 @@ def speed(options: argparse.Namespace) -> None:
         told = f"{tokens:.0f} tokens in {busy.seconds:.1f} s, {busy.most} running at most"
         say(f"gend, turn {turn}", f"{options.rows} rows, {told}: {mine:.0f} tokens/s")
         if options.bench_serving:
-            made = server_tokens(options.port)
-            with Busy(options.port) as busy:
-                answer = bench_serving(options, trial, turn, options.concurrency or loads["max_running_requests"])
-            tokens = server_tokens(options.port) - made
-            theirs = tokens / busy.seconds if busy.seconds else float("nan")
-            told = f"{tokens:.0f} tokens in {busy.seconds:.1f} s, {busy.most} running at most"
-            wanted = ("duration", "Output token throughput")
-            lines = [" ".join(line.split()) for line in answer.splitlines() if any(w in line for w in wanted)]
-            say(f"bench_serving, turn {turn}", f"{told}: {theirs:.0f} tokens/s; it says: {'; '.join(lines)}")
+            said = bench_serving(options, trial, turn, options.concurrency or loads["max_running_requests"])
+            theirs, told = said["output_throughput"], f"{options.rows} rows in {said['duration']:.1f} s"
+            say(f"bench_serving, turn {turn}", f"{told}: {theirs:.0f} tokens/s")
             say("gend / bench_serving", f"{mine / theirs:.3f}")
     say("gend down", f"{trial.down():.1f} s")
     say("GPU memory after", gpu_memory())
 
 
-def bench_serving(options: argparse.Namespace, trial: Trial, turn: int, concurrency: int) -> str:
-    """SGLang's own client with the requests that gend has just sent, seeds apart; what it prints."""
-    requests = trial.folder / f"requests{turn}.jsonl"
+def bench_serving(options: argparse.Namespace, trial: Trial, turn: int, concurrency: int) -> dict[str, Any]:
+    """SGLang's own client with the requests that gend has just sent, seeds apart; its figures."""
+    requests, figures = trial.folder / f"requests{turn}.jsonl", trial.folder / f"bench_serving{turn}.jsonl"
     with open(trial.folder / f"speed{turn}.jsonl") as prompts, open(requests, "w") as out:
         for line in prompts:
             sampling = Sampling(max_tokens=options.max_tokens, thinking=True)
@@ -268,12 +261,12 @@ def bench_serving(options: argparse.Namespace, trial: Trial, turn: int, concurre
         "--port", str(options.port), "--dataset-name", "openai", "--dataset-path", str(requests),
         "--sharegpt-output-len", str(options.max_tokens), "--num-prompts", str(options.rows),
         "--max-concurrency", str(concurrency), "--disable-stream", "--disable-tqdm", "--disable-ignore-eos",
-        "--warmup-requests", "0", "--model", options.model, "--output-file", str(trial.folder / "bench_serving.jsonl"),
+        "--warmup-requests", "0", "--model", options.model, "--output-file", str(figures),
     ]  # fmt: skip
     environment = {**os.environ, **dict(pair.split("=", 1) for pair in options.env)}
     answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=options.bench_seconds)
     (trial.folder / f"bench_serving{turn}.log").write_text(answer.stdout + answer.stderr)
-    return answer.stdout
+    return dict(json.loads(figures.read_text().splitlines()[-1]))
 
 
 def scale(options: argparse.Namespace) -> None:
