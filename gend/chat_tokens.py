@@ -1,21 +1,23 @@
 """A model folder's tokenizer and chat template: conversations to token ids, as a server would see them.
 
-Only for rows without the server's own ids. Needs the `tokenizers` package; the template is rendered as Hugging Face's
-transformers do it (sandboxed Jinja, trim_blocks, lstrip_blocks, loopcontrols, `tojson` without escapes for HTML).
+For rows without the server's own ids, and to tell at load which prompts are too long. Needs the `tokenizers` package;
+the template is rendered as Hugging Face's transformers do it (model_files.py).
 """
 
 import importlib
+import importlib.util
 import json
-from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import jinja2.sandbox
 
 from gend.errors import SettingsError
-from gend.records import Message
+from gend.model_files import compiled, context_length, read_template, render_prompt
+from gend.records import Message, Prompt
+
+_SLICE = 1 << 18  # characters that are counted at once: a token takes the tokenizer some 100 bytes
+_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
 
 class Unstable(Exception):
@@ -31,22 +33,18 @@ class ChatTokenizer:
         try:
             tokenizers: Any = importlib.import_module("tokenizers")
         except ImportError as error:
-            raise SettingsError("--tokenizer needs the tokenizers package: pip install tokenizers") from error
+            raise SettingsError("the tokenizers package is missing: pip install 'gend[tokenizer]'") from error
         try:
             config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-            file = folder / "chat_template.jinja"
-            source = file.read_text(encoding="utf-8") if file.exists() else config["chat_template"]
+            source = read_template(folder)
             self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-            environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-                trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-            )
-            environment.filters["tojson"] = _to_json
-            environment.globals.update(raise_exception=_raise, strftime_now=datetime.now().strftime)
-            self._template = environment.from_string(source)
-        except KeyError as error:
-            raise SettingsError(f"--tokenizer {folder}: it has no chat template") from error
+            if source is None:
+                raise SettingsError(f"{folder} has no chat template; give the folder of a chat model")
+            self._template = compiled(source)
+        except SettingsError:
+            raise
         except Exception as error:  # tokenizers raises bare Exceptions
-            raise SettingsError(f"--tokenizer {folder}: not a model folder with a tokenizer: {error}") from error
+            raise SettingsError(f"{folder} is not a model folder with a tokenizer: {error}") from error
         self._special = {name: _text(config.get(name)) for name in ("bos_token", "eos_token")}
 
     def ids(
@@ -57,15 +55,8 @@ class ChatTokenizer:
         Each is encoded by itself, as in generation: a reply's first token never merges with the prompt's last.
         Raises Unstable.
         """
-        options: dict[str, Any] = {"tools": tools, **self._special}
-        if thinking is not None:
-            options["enable_thinking"] = thinking
-        asked, reply = [_with_arguments(message) for message in asked], _with_arguments(reply)
-        try:
-            prompt = self._template.render(messages=asked, add_generation_prompt=True, **options)
-            whole = self._template.render(messages=[*asked, reply], add_generation_prompt=False, **options)
-        except (jinja2.TemplateError, TypeError) as error:
-            raise Unstable("the chat template refuses it") from error
+        prompt = self._rendered(asked, tools, thinking, True)
+        whole = self._rendered([*asked, reply], tools, thinking, False)
         if not whole.startswith(prompt):
             raise Unstable("the chat template does not render the reply right after the prompt")
         made = whole[len(prompt) :]
@@ -73,9 +64,75 @@ class ChatTokenizer:
             made = made[:-1]  # the model stops at the end of its turn; the newline is the template's
         return self._encode(prompt), self._encode(made)
 
+    def count(self, prompt: Prompt, thinking: bool | None, enough: int) -> int:
+        """Tokens of a prompt with its follow-ups and its prefix, without any reply; beyond `enough` it is not counted
+        on. A very long text is counted in slices, and each cut may be one token too many. Raises Unstable."""
+        asked = [self._rendered(prompt.messages, prompt.tools, thinking, True), prompt.prefix or ""]
+        tokens = 0
+        for text in (*asked, *(turn["content"] for turn in prompt.follow_ups)):
+            for start in range(0, len(text), _SLICE):
+                # "fast" leaves out where each token stands in the text, a third of the time.
+                [found] = self._tokenizer.encode_batch_fast([text[start : start + _SLICE]], add_special_tokens=False)
+                tokens += len(found)
+                if tokens > enough:
+                    return tokens
+        return tokens
+
+    def _rendered(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, thinking: bool | None, generate: bool
+    ) -> str:
+        options: dict[str, Any] = {"tools": tools, **self._special}
+        if thinking is not None:
+            options["enable_thinking"] = thinking
+        shown = [_with_arguments(message) for message in messages]
+        try:
+            return self._template.render(messages=shown, add_generation_prompt=generate, **options)
+        except (jinja2.TemplateError, TypeError) as error:
+            raise Unstable("the chat template refuses it") from error
+
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
+
+
+class TokenBudget:
+    """Which prompts leave no room for a reply in a model's context.
+
+    Almost none has to be tokenized: a token is at least one byte, so that a line of JSON shorter than the context less
+    the template's own words fits for certain. Where tools are shown, templates write their JSON with blanks, at most
+    twice as long. The tokenizer, some 100 MB, is loaded for the first prompt that may be too long, and needs some 0.2 s
+    for each MB of such prompts (measured with SmolLM2's).
+    """
+
+    def __init__(self, folder: Path, context: int, thinking: bool | None):
+        """`context` in tokens; 0: as config.json says. Raises SettingsError where lengths cannot be told."""
+        if importlib.util.find_spec("tokenizers") is None:
+            raise SettingsError("the tokenizers package is missing: pip install 'gend[tokenizer]'")
+        if not (folder / "tokenizer.json").is_file():
+            raise SettingsError(f"{folder} has no tokenizer.json")
+        template = read_template(folder)
+        if template is None:
+            raise SettingsError(f"{folder} has no chat template")
+        self._folder, self._thinking = folder, thinking
+        self.context = context or context_length(folder)
+        self._words = len(render_prompt(template, "?", tools=[_TOOL]).encode())
+        self._tokenizer: ChatTokenizer | None = None
+
+    def excess(self, prompt: Prompt, line_bytes: int) -> str:
+        """Why a prompt, `line_bytes` long as JSON, leaves no room for a reply; empty where it does.
+
+        Raises SettingsError where the tokenizer cannot be read.
+        """
+        if line_bytes * (2 if prompt.tools else 1) + self._words < self.context:
+            return ""
+        self._tokenizer = self._tokenizer or ChatTokenizer(self._folder)
+        try:
+            tokens = self._tokenizer.count(prompt, self._thinking, self.context)
+        except Unstable:  # the server renders it in the same way, and says what is wrong with it
+            return ""
+        if tokens < self.context:
+            return ""
+        return f"at least {tokens:,} tokens: no room for a reply, the context is {self.context:,}"
 
 
 def _with_arguments(message: Message) -> Message:
@@ -91,16 +148,6 @@ def _parsed(function: dict[str, Any]) -> dict[str, Any]:
         return {**function, "arguments": json.loads(arguments)} if isinstance(arguments, str) else function
     except ValueError as error:
         raise Unstable("a tool call's arguments are not JSON") from error
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Sequence[str] | None = None,
-             sort_keys: bool = False) -> str:  # fmt: skip
-    comma_colon = (separators[0], separators[1]) if separators else None
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=comma_colon, sort_keys=sort_keys)
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
 
 
 def _text(token: Any) -> str:

@@ -170,10 +170,14 @@ def enqueue(
     )
     store = context.store(settings)
     store.check()
+    try:
+        budget, why_not = loader.token_budget(settings, sampling), ""
+    except SettingsError as error:  # no harm: a prompt that is too long becomes a row that the server refused
+        budget, why_not = None, str(error)
     with context.ledger(settings) as ledger:
         with _counter("prompts read", as_json) as progress:
             remote = open_object(settings.store.endpoint, settings.store.region)
-            prompt_set = loader.read_set(settings.folder, sources, options, remote, progress)
+            prompt_set = loader.read_set(settings.folder, sources, options, remote, progress, budget)
         name = name or Path(sources[0].rstrip("/")).name.split(".")[0] or "stdin"
         done = loader.register(settings, ledger, store, prompt_set, name, sampling, priority)
     if as_json:
@@ -185,6 +189,8 @@ def enqueue(
         click.echo(f"run {done.run} is there already with these {done.prompts:,} prompts: nothing was added")
     if done.rejected:
         click.echo(f"{done.rejected:,} of {done.read:,} lines were rejected, each with its reason: {done.rejects_file}")
+    if why_not:
+        click.echo(f"prompts too long for the context are left to the server to refuse: {why_not}")
     click.echo("next: gend status" if done.new else f"next: gend verify {done.run}")
 
 

@@ -18,6 +18,7 @@ In the store:
 import contextlib
 import datetime
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,9 +29,11 @@ import zstandard
 
 import gend
 from gend import sets
+from gend.chat_tokens import TokenBudget
 from gend.config import Settings
 from gend.errors import LedgerUnavailable, NotSound, SettingsError, StoreUnavailable, Unavailable
 from gend.ledger import Control, Ledger, Priority
+from gend.model_files import find_model
 from gend.prompts import ReadOptions, Rejection, read_prompts
 from gend.records import PromptSet, Run, Sampling, counts_of, part_key, run_id, run_identity
 from gend.runs import listed_parts, stored_run
@@ -63,10 +66,15 @@ def read_set(
     options: ReadOptions,
     open_remote: Callable[[str], BinaryIO] | None = None,
     progress: Callable[[int], None] | None = None,
+    budget: TokenBudget | None = None,
 ) -> PromptSet:
-    """Check a prompt file and keep what is accepted on this box. Raises PromptError (strict), SettingsError."""
+    """Check a prompt file and keep what is accepted on this box. Raises PromptError (strict), SettingsError.
+
+    Without a `budget` no prompt is too long here: the server refuses those that are.
+    """
+    too_long = (budget.excess,) if budget else ()
     with sets.SetWriter(folder, " ".join(sources)) as writer:
-        for line in read_prompts(list(sources), options, open_remote):
+        for line in read_prompts(list(sources), options, open_remote, *too_long):
             if isinstance(line, Rejection):
                 writer.reject(msgspec.json.encode(line) + b"\n")
             else:
@@ -80,6 +88,17 @@ def read_set(
                 f"{', the first: ' + first if first else ''}); nothing was registered"
             )
         return writer.finish()
+
+
+def token_budget(settings: Settings, sampling: Sampling) -> TokenBudget:
+    """What tells prompts that are too long. Raises SettingsError with the reason why it cannot be told on this box."""
+    model = settings.model.path
+    folder = find_model(model, {**os.environ, **settings.servers.environment})
+    if folder is None:
+        raise SettingsError(f"{model} is not on this box")
+    flags = {name.lstrip("-").replace("_", "-"): value for name, value in settings.servers.flags.items()}
+    context = flags.get("context-length") or settings.model.context_length
+    return TokenBudget(folder, int(str(context)), sampling.thinking)
 
 
 def register(

@@ -6,7 +6,7 @@ Read with the standard library and Jinja alone: neither torch nor transformers i
 import contextlib
 import datetime
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -131,10 +131,23 @@ def read_template(home: Path) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def render_prompt(template: str, text: str, **variables: Any) -> str:
-    """What transformers' apply_chat_template makes of one user message, up to where the reply begins.
+def context_length(home: Path) -> int:
+    """Tokens that prompt and reply may have together, as SGLang reads them from config.json. Raises SettingsError."""
+    config = _json_file(home / "config.json")
+    text = config.get("text_config") or config
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}  # transformers 5 has renamed it
+    try:
+        if "original_max_position_embeddings" in scaling or scaling.get("rope_type") == "llama3":
+            return int(text["max_position_embeddings"])
+        return int(text["max_position_embeddings"] * scaling.get("factor", 1))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise SettingsError(f"{home}/config.json does not say how long a context may be: {error}") from error
 
-    A template is a program from strangers: hence the sandbox. Raises SettingsError where it fails on a plain prompt.
+
+def compiled(template: str) -> jinja2.Template:
+    """A chat template as transformers compiles it: sandboxed, since it is a program from strangers.
+
+    Raises jinja2.TemplateSyntaxError.
     """
 
     def refuse(message: str) -> NoReturn:
@@ -143,15 +156,30 @@ def render_prompt(template: str, text: str, **variables: Any) -> str:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
     )
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment.from_string(template)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Sequence[str] | None = None,
+             sort_keys: bool = False) -> str:  # fmt: skip
+    """Without Jinja's own escapes for HTML; templates give these by position too."""
+    comma_colon = (separators[0], separators[1]) if separators else None
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=comma_colon, sort_keys=sort_keys)
+
+
+def render_prompt(template: str, text: str, **variables: Any) -> str:
+    """What transformers' apply_chat_template makes of one user message, up to where the reply begins.
+
+    Raises SettingsError where it fails on a plain prompt.
+    """
     try:
-        return environment.from_string(template).render(
+        return compiled(template).render(
             messages=[{"role": "user", "content": text}], add_generation_prompt=True, bos_token="", eos_token="",
             **variables,
         )  # fmt: skip
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, TypeError) as error:
         raise SettingsError(f"the chat template fails on a plain prompt: {type(error).__name__}: {error}") from error
 
 

@@ -26,6 +26,7 @@ The rows at the edge. "Template" is what Qwen3.5's and 3.6's own chat template d
     U+2028, U+2029, U+0085           accepted: text like any other
     NUL, lone surrogate              rejected: neither server nor tokenizer can be trusted with them
     a line of 2 MB                   accepted; over 64 MiB rejected without being held
+    no room for a reply              rejected where the model's tokenizer is on this box; else the server refuses it
     nesting                          rejected where deeper than orjson writes (254) or reads (1024)
     id: a number                     made text; blank, over 512 characters, a list, control characters: rejected
     id: none                         p0000042: the number of the line over all files, from 0
@@ -59,7 +60,7 @@ taken for.
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jinja2
@@ -145,8 +146,15 @@ class _Wrong(Exception):
         self.field, self.reason = field, reason
 
 
+TooLong = Callable[[Prompt, int], str]
+"""Given a prompt and its length as JSON in bytes: why the model's context has no room for a reply, or empty."""
+
+
 def read_prompts(
-    sources: list[str], options: ReadOptions, open_remote: OpenRemote | None = None
+    sources: list[str],
+    options: ReadOptions,
+    open_remote: OpenRemote | None = None,
+    too_long: TooLong = lambda prompt, line_bytes: "",
 ) -> Iterator[bytes | Rejection]:
     """For each line that is not blank, in order: the prompt as one line of JSON (records.Prompt), or its rejection.
 
@@ -154,7 +162,7 @@ def read_prompts(
     file is damaged; with `options.strict` PromptError instead of the first rejection.
     """
     template = _template(options)
-    accepted = _Accepted(keep_duplicates=options.duplicates == "keep")
+    accepted = _Accepted(options.duplicates == "keep", too_long)
     number = 0
     for file, lines in read_files(sources, open_remote):
         accepted.next_file(file)
@@ -550,9 +558,9 @@ class _Accepted:
     they are kept, the table of ids holds how often each came, and prompts are not looked at.
     """
 
-    def __init__(self, keep_duplicates: bool):
+    def __init__(self, keep_duplicates: bool, too_long: TooLong):
         self.count = 0
-        self._keep = keep_duplicates
+        self._keep, self._too_long = keep_duplicates, too_long
         self._ids, self._prompts = HashTable(), HashTable()
         self._files: list[str] = []
         self._before: list[int] = []  # for each file, the place of the last line accepted before it
@@ -563,8 +571,11 @@ class _Accepted:
         self._before.append(self._last)
 
     def add(self, prompt: Prompt, line: int) -> bytes:
-        """The prompt as a line of JSON, under a new id if need be. Raises _Wrong for a duplicate."""
+        """The prompt as a line of JSON, under a new id if need be. Raises _Wrong if it is too long, or a duplicate."""
         text = _json_line(prompt)
+        if why := self._too_long(prompt, len(text)):
+            longest = max(_texts(msgspec.structs.asdict(prompt), ""), key=lambda found: len(found[1]))
+            raise _Wrong(longest[0], why)
         id_hash = hash64(prompt.id)
         if self._keep:
             if (times := self._ids.get(id_hash)) is not None:

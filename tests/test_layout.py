@@ -41,7 +41,7 @@ LAYERS = {
 # Within a layer: some outside things and flows take several files.
 SAME_THING = {
     ("prompts", "prompt_files"), ("concurrency", "engine"), ("server_command", "sglang_flags"),
-    ("worker", "guard"), ("report_page", "report"),
+    ("worker", "guard"), ("report_page", "report"), ("chat_tokens", "model_files"),
     ("page", "metrics"), ("page", "notices"), ("page", "row_samples"),
 }  # fmt: skip
 
