@@ -24,6 +24,7 @@ from gend.cards import CARDS, Card, find_card
 from gend.config import Flag, settings_from
 from gend.errors import SettingsError
 from gend.model_shapes import BF16, Shape, shape_of
+from gend.sglang_flags import REFILL, REFILL_SLOTS
 
 GIB = 2**30
 
@@ -48,9 +49,14 @@ MEASURED_LIVE_TOKENS = 600
 MATMUL = 0.7
 """Share of peak FLOPs of large matrix products. Assumed; gives 0.07 ms of prefill a token for the 27B on an H200."""
 
-RADIX_HYBRID = 0.5
-"""Speed of a hybrid model with the radix cache on against off, which the step time does not explain. From one server:
-26 running gave 730 tokens/s (median) where the step time says about 1,500."""
+ADMIT_SECONDS = 0.037
+"""What a row costs beside its steps and the prefill of its tokens: decoding waits while it is admitted, in an eager
+pass through all layers. Fitted on two servers of `gend tune` on an H200 (27B hybrid, replies of 768 tokens, 255 and 332
+running: 3,344 and 3,358 tokens/s). Prefill CUDA graphs were off there; with them it may be less."""
+
+RADIX_HYBRID = 0.78
+"""Speed of a hybrid model with the radix cache on against off, which the step time does not explain. From three servers
+of `gend tune` on an H200: 26 running gave 1,118 to 1,136 tokens/s where the rest of this page says 1,439."""
 
 KV_FILL = 0.9
 """Share of the KV cache that live requests can fill: SGLang holds back room for tokens still to come. Assumed."""
@@ -324,6 +330,7 @@ def estimate(
     radix = not flags.get("disable-radix-cache")
     prompt = workload.prompt_tokens - (workload.shared_prefix_tokens if radix else 0)
     prefill = prefill_seconds(_as_served(shape, flags), card, max(0.0, prompt), gpus_per_server)
+    prefill += ADMIT_SECONDS / min(REFILL_SLOTS, max(1.0, _number(flags, REFILL, 1)))
     mtp = bool(_draft_tokens(flags))
     seconds_per_token = step.total_ms / 1000 / running / (MTP_ACCEPTED if mtp else 1) + prefill / workload.reply_tokens
     rate = servers / seconds_per_token * (RADIX_HYBRID if radix and shape.linear_layers else 1)
@@ -827,7 +834,7 @@ def _figures(
     )
     why += f"+ KV {step.kv_ms:.1f} + links {step.link_ms:.1f} + drafting {step.draft_ms:.1f}"
     add("decode step", f"{chosen.step_ms:.1f} ms", why)
-    why = f"a row: prompt x 2 x active parameters at {MATMUL:.0%} of peak FLOPs; decoding stops meanwhile"
+    why = f"a row: prompt x 2 x active parameters at {MATMUL:.0%} of peak FLOPs, + admission; decoding stops meanwhile"
     add("prefill", f"{chosen.prefill_ms_per_row:.1f} ms", why)
     why = f"{chosen.low:,.0f} to {chosen.high:,.0f}: {chosen.servers} server(s) x running / step, less prefill"
     add("tokens/s", f"{measured or chosen.tokens_per_second:,.0f}", "measured, as given" if measured else why)

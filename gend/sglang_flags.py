@@ -16,6 +16,9 @@ from gend.errors import SettingsError
 RENAMED = (("mamba-scheduler-strategy", "mamba-radix-cache-strategy"),)
 """Flags that changed their name between versions: whichever the installed one knows is used (0.5.14 and 0.5.20)."""
 
+REFILL, REFILL_SLOTS = "min-free-slots-delay", 4
+"""SGLang (0.5.17) can hold admissions back until so many slots are free, 4 at most: fewer of them, as many rows."""
+
 _FIND = "import importlib.util as u; s = u.find_spec('sglang'); print(s.submodule_search_locations[0] if s else '')"
 
 

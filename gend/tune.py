@@ -32,6 +32,7 @@ from gend.engine import Server, connect
 from gend.errors import GendError, PromptRefused, ServerFault, ServerUnavailable, SettingsError
 from gend.records import Prompt, Sampling
 from gend.server_command import PORTS_PER_SERVER, Seat, argv, environment, fitting_names
+from gend.sglang_flags import REFILL, REFILL_SLOTS
 from gend.verdict import ABORT, LENGTH, OK, judge
 
 NOISE = 0.03
@@ -57,10 +58,6 @@ MTP_STEPS = range(1, 6)
 WORSE = 0.05
 """More replies that are not good, by this share and twice what chance does to it, and a candidate cannot win: fast and
 wrong is of no use."""
-
-REFILL = "min-free-slots-delay"
-REFILL_SLOTS = 4
-"""SGLang (0.5.17) can hold prefills back until so many slots are free, 4 at most: decoding stops less often."""
 
 IN_FLIGHT = 64
 """For a server that does not say how many requests it can run, with flags that do not either."""

@@ -107,6 +107,23 @@ def test_rate_with_radix_cache_covers_what_was_seen():
 
 
 @pytest.mark.parametrize(
+    ("flags", "rate"),
+    [
+        (RADIX_FLAGS, 1123),
+        ({"max-running-requests": 255}, 3344),
+        ({"max-running-requests": 332}, 3358),
+        ({"max-running-requests": 431}, 3147),
+    ],
+    ids=["original flags", "255", "332", "431"],
+)
+def test_rates_agree_with_those_of_a_tuned_server(flags, rate):
+    """`gend tune` on one H200: prompts of 97 tokens, every reply cut at 768."""
+    work = Workload(rows=10_000, prompt_tokens=97, reply_tokens=768, reply_spread=0.0)
+    flags = {"mem-fraction-static": 0.9, "disable-radix-cache": True, **flags} if len(flags) == 1 else flags
+    assert estimate(Q27, H200, work, flags).tokens_per_second == pytest.approx(rate, rel=0.1)
+
+
+@pytest.mark.parametrize(
     ("name", "billions", "active"),
     [
         ("Qwen3-0.6B", 0.596, None),
