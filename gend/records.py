@@ -124,7 +124,6 @@ class Row(msgspec.Struct, kw_only=True):
 
     `messages` is the whole conversation up to the last reply; the last reply is in reasoning_content, content and
     tool_calls. `seconds` is the time of the last attempt. `error` says why there is no reply, else null.
-    `max_tokens` is there where the run's did not fit into the context and less was asked for.
     `max_tokens` is there where the run's did not fit beside the prompt, and less was asked for.
     `prompt_token_ids` and `token_ids` are the server's own, of the last reply; without any, the keys are left out.
     """

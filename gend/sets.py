@@ -9,6 +9,7 @@ A copy lies in the store; losing the folder costs a download. A set's folder app
 """
 
 import contextlib
+import fcntl
 import hashlib
 import itertools
 import os
@@ -37,10 +38,16 @@ class SetWriter:
         self._sets, self._source = folder / "sets", source
         with _disk(self._sets):
             self._sets.mkdir(parents=True, exist_ok=True)
-            self._temporary = self._sets / f".new-{uuid.uuid4().hex}"  # not mkdtemp: others in the group read it too
-            self._temporary.mkdir()
-            self._prompts = (self._temporary / "prompts.jsonl").open("wb", buffering=_BUFFER_BYTES)
-            self._rejects = (self._temporary / "rejects.jsonl").open("wb")
+            self._lock = _among_writers(self._sets)
+            try:
+                # Not mkdtemp: others in the group read it too.
+                self._temporary = self._sets / f".new-{uuid.uuid4().hex}"
+                self._temporary.mkdir()
+                self._prompts = (self._temporary / "prompts.jsonl").open("wb", buffering=_BUFFER_BYTES)
+                self._rejects = (self._temporary / "rejects.jsonl").open("wb")
+            except BaseException:
+                os.close(self._lock)
+                raise
         self._offsets = array("Q", [0])
         self._digest = hashlib.sha256()
         self.accepted = self.rejected = 0
@@ -53,6 +60,7 @@ class SetWriter:
             with contextlib.suppress(OSError):  # what a full disk did not take has been said already
                 file.close()
         shutil.rmtree(self._temporary, ignore_errors=True)
+        os.close(self._lock)
 
     def accept(self, line: bytes) -> None:
         """Add one prompt: its JSON and a newline."""
@@ -96,6 +104,18 @@ class SetWriter:
             _sync_folder(self._temporary)
             place(self._temporary, self._sets / prompt_set.fingerprint)
         return prompt_set
+
+
+def _among_writers(sets: Path) -> int:
+    """A descriptor that is locked for as long as somebody writes a set. Whoever is alone first removes what writers
+    that were killed have left: gigabytes, each."""
+    lock = os.open(sets, os.O_RDONLY)
+    with contextlib.suppress(BlockingIOError):  # somebody writes: the next one will find nobody
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for left in sets.glob(".new-*"):
+            shutil.rmtree(left, ignore_errors=True)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    return lock
 
 
 @contextlib.contextmanager

@@ -23,6 +23,8 @@ from gend.errors import SettingsError, StoreUnavailable
 
 T = TypeVar("T")
 
+LEFTOVER_SECONDS = 3600.0
+
 
 class Store(Protocol):
     """What both kinds can do. Keys are relative, with `/`. Everything raises StoreUnavailable, SettingsError."""
@@ -164,6 +166,17 @@ class FolderStore:
                 pass
         except OSError as error:
             raise SettingsError(f"store.url: {self.root} cannot be written: {error.strerror}") from error
+        self._clear_leftovers()
+
+    def _clear_leftovers(self) -> None:
+        """Remove what killed writers left: no write takes so long, on this box or on another with the same folder."""
+        for place in ("runs", "sets"):
+            for home, _, names in os.walk(self.root / place):
+                for name in names:
+                    path = os.path.join(home, name)
+                    with contextlib.suppress(OSError):  # its writer has just ended, or it is somebody else's
+                        if name.startswith(".new-") and time.time() - os.stat(path).st_mtime > LEFTOVER_SECONDS:
+                            os.unlink(path)
 
 
 def _make_folder(path: Path) -> None:

@@ -1,6 +1,8 @@
 """Prompt sets on this box: what is written is read again, any slice of it, and damage is noticed."""
 
+import os
 import random
+import signal
 from pathlib import Path
 
 import msgspec
@@ -58,6 +60,23 @@ def test_a_set_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     home = sets.set_folder(tmp_path, made.fingerprint)
     assert (home / "rejects.jsonl").read_bytes() == b'{"line":4}\n'
     assert msgspec.json.decode((home / "set.json").read_bytes(), type=PromptSet) == made
+
+
+def test_what_killed_writers_left_is_removed_once_nobody_writes(tmp_path: Path) -> None:
+    def half_written() -> list[Path]:
+        return list((tmp_path / "sets").glob(".new-*"))
+
+    if not (pid := os.fork()):
+        writer = sets.SetWriter(tmp_path, "killed")
+        writer.accept(lines_of(1)[0])
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    (left,) = half_written()
+    with sets.SetWriter(tmp_path, "first"):
+        assert left not in half_written()
+        with sets.SetWriter(tmp_path, "second"):
+            assert len(half_written()) == 2, "who writes is left alone"
+    assert not half_written()
 
 
 def test_the_same_prompts_are_the_same_set_and_leave_the_first_alone(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from harness.services import BUCKET, Authority, Ports, SeaweedFS
 
 from gend.config import Store as StoreSettings
 from gend.errors import SettingsError, StoreUnavailable
-from gend.store import FolderStore, Store, open_object, open_store
+from gend.store import LEFTOVER_SECONDS, FolderStore, Store, open_object, open_store
 
 
 @pytest.fixture
@@ -120,8 +121,13 @@ def test_no_key_leads_out_of_a_folder(key: str, tmp_path: Path) -> None:
 def test_what_a_killed_writer_left_in_a_folder_is_no_object(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
     store.put("runs/r/parts/00000000.jsonl", b"x")
-    (tmp_path / "runs/r/parts/.new-abc").write_bytes(b"half")
+    young, old = (tmp_path / "runs/r/parts" / name for name in (".new-abc", ".new-def"))
+    for path in (young, old):
+        path.write_bytes(b"half")
+    os.utime(old, (0, time.time() - 2 * LEFTOVER_SECONDS))
     assert list(store.list("runs/r/parts/")) == [("runs/r/parts/00000000.jsonl", 1)]
+    store.check()
+    assert young.exists() and not old.exists(), "what is being written is left alone"
 
 
 def test_a_folder_that_is_full_or_gone_may_come_back(tmp_path: Path) -> None:
@@ -205,6 +211,17 @@ def test_a_put_through_trouble_leaves_the_object_whole(
         proxy.set(fault)
         s3(proxy.endpoint, prefix, patience_seconds=60).put("x", b"x" * 100_000)
     assert s3(keys.endpoint, prefix).get("x") == b"x" * 100_000
+
+
+def test_what_is_read_through_trouble_is_whole(keys: SeaweedFS, prefix: str, ports: Ports) -> None:
+    s3(keys.endpoint, prefix).put("x", b"x" * 100_000)
+    with S3Proxy(keys.endpoint, ports.block(1)) as proxy:
+        store = s3(proxy.endpoint, prefix, patience_seconds=60)
+        for kind in ("GetObject", "ListObjectsV2"):
+            proxy.set(S3Fault("cut_answer", {kind}, times=3))
+            assert store.get("x") == b"x" * 100_000
+            assert list(store.list("")) == [("x", 100_000)]
+            assert proxy.faults[0].times == 0
 
 
 def test_a_store_that_does_not_know_the_condition_keeps_the_last_whole_object(

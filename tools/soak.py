@@ -199,6 +199,9 @@ class Soak:
     def store_answers_lost(self) -> Callable[[], None]:
         return self._s3(S3Fault("lose_answer"))
 
+    def store_answers_cut(self) -> Callable[[], None]:
+        return self._s3(S3Fault("cut_answer"))
+
     def store_slow_down(self) -> Callable[[], None]:
         return self._s3(slow_down())
 

@@ -121,7 +121,8 @@ class TcpProxy:
         pair: tuple[asyncio.StreamWriter, asyncio.StreamWriter],
     ) -> None:
         assert self.flowing is not None
-        with contextlib.suppress(ConnectionError):  # either end may go at any time: the other one is closed then
+        # Either end may go at any time (ENOTCONN, from write_eof, is no ConnectionError): the other is closed then.
+        with contextlib.suppress(OSError):
             while data := await source.read(65536):
                 await self.flowing.wait()
                 if self.mode == "delay":
@@ -173,6 +174,7 @@ class S3Fault:
     ignore_if_none_match       the header is dropped: the last put wins, as in stores that do not know it
     cut_put                    the connection is reset in the middle of the body, the store sees nothing
     lose_answer                the store does it, the connection is reset before the answer
+    cut_answer                 the store does it, the connection is reset in the middle of the answer's body
     delay                      waits `seconds` first
     blackhole                  never answers
     """
@@ -188,7 +190,16 @@ class S3Fault:
     code: str = "SlowDown"
     seconds: float = 0.0
 
-    WHAT = ("status", "refuse_aws_chunked", "ignore_if_none_match", "cut_put", "lose_answer", "delay", "blackhole")
+    WHAT = (
+        "status",
+        "refuse_aws_chunked",
+        "ignore_if_none_match",
+        "cut_put",
+        "lose_answer",
+        "cut_answer",
+        "delay",
+        "blackhole",
+    )
 
     def __post_init__(self) -> None:
         assert self.what in self.WHAT, self.what
@@ -297,6 +308,11 @@ class S3Proxy:
             return self._cut(request, kind)
         self.answers[kind, answer.status] += 1
         kept = {name: value for name, value in answer.headers.items() if name.lower() not in HOP_BY_HOP}
+        if what == "cut_answer" and data:
+            half = web.StreamResponse(status=answer.status, headers={**kept, "Content-Length": str(len(data))})
+            await half.prepare(request)
+            await half.write(data[: len(data) // 2])
+            return self._cut(request, kind)
         response = web.Response(status=answer.status, headers=kept, body=data if request.method != "HEAD" else None)
         if request.method == "HEAD" and "Content-Length" in answer.headers:
             response.headers["Content-Length"] = answer.headers["Content-Length"]
