@@ -1,11 +1,13 @@
 """Processes of this box: start one in a session of its own, know it again later, and end all of it.
 
-A process is known by its pid *and* start time, since pids are used again. What a daemon started is written down in
+A process is known by its pid *and* start time, since pids are used again: in ticks since the machine was booted, which
+no clock that is set can change. What a daemon started is written down in
 FOLDER/processes/NAME.json, so that the next daemon finds what a killed one left.
 """
 
 import contextlib
 import ctypes
+import errno
 import os
 import shutil
 import signal
@@ -17,7 +19,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from gend.errors import SettingsError
+from gend.errors import DiskUnavailable, SettingsError, Unavailable
 
 OOM_SCORE_ADJ = 500
 """When memory runs out, the kernel ends what we started, the largest first, and not us, Valkey or a login shell."""
@@ -29,14 +31,15 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that was started: `started` is its start time (seconds since the epoch, as psutil gives it).
+    """A process that was started, `started` clock ticks after the boot of the machine that has the id `boot`.
 
     `argv` and `port` say what it is, so that a later daemon can tell whether it wants to adopt it.
     """
 
     name: str
     pid: int
-    started: float
+    boot: str
+    started: int
     argv: list[str]
     port: int = 0
 
@@ -104,27 +107,41 @@ class Process:
 def start(
     folder: Path, name: str, argv: Sequence[str], environment: Mapping[str, str], port: int = 0, talk: bool = False
 ) -> Process:
-    """Start `argv` in a new session with output in FOLDER/logs/NAME.log. Raises SettingsError if it cannot start.
+    """Start `argv` in a new session with output in FOLDER/logs/NAME.log.
 
-    With `talk`, it listens on its stdin, which also ends when we do.
+    With `talk`, it listens on its stdin, which also ends when we do. Raises SettingsError if it can never start,
+    Unavailable if the box has no room for it now.
     """
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
-    (folder / "processes").mkdir(parents=True, exist_ok=True)
-    with open(log_path(folder, name), "ab") as log:
+    record = folder / "processes" / f"{name}.json"
+    try:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        record.parent.mkdir(parents=True, exist_ok=True)
+        log = open(log_path(folder, name), "ab")  # noqa: SIM115 - just below
+    except OSError as error:
+        raise DiskUnavailable(f"cannot start {name}: {folder}: {error.strerror}; make room there") from error
+    with log:
         try:
             popen = subprocess.Popen(
                 list(argv), stdin=subprocess.PIPE if talk else subprocess.DEVNULL, stdout=log, stderr=log,
                 env=dict(environment), start_new_session=True,
             )  # fmt: skip
         except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
+                raise Unavailable(f"cannot start {name}: {error.strerror}; see the limits on processes") from error
             raise SettingsError(f"cannot start {name}: {argv[0]}: {error.strerror}; check servers.command") from error
     _offer_to_oom_killer(popen.pid)
-    identity = Identity(name=name, pid=popen.pid, started=_start_time(popen.pid), argv=list(argv), port=port)
-    record = folder / "processes" / f"{name}.json"
-    temporary = record.with_suffix(".new")
-    temporary.write_bytes(msgspec.json.encode(identity))
-    temporary.replace(record)
-    return Process(identity, popen, record)
+    identity = Identity(
+        name=name, pid=popen.pid, boot=_boot(), started=_start_ticks(popen.pid), argv=list(argv), port=port
+    )
+    process, temporary = Process(identity, popen, record), record.with_suffix(".new")
+    try:
+        temporary.write_bytes(msgspec.json.encode(identity))
+        temporary.replace(record)
+    except OSError as error:  # were we killed, nobody would find it again: it must not run
+        process.kill()
+        process.forget()
+        raise DiskUnavailable(f"cannot start {name}: {record}: {error.strerror}; make room there") from error
+    return process
 
 
 def bury(dead: set[Dead]) -> set[Dead]:
@@ -154,6 +171,9 @@ def left_behind(folder: Path) -> list[Process]:
             record.unlink(missing_ok=True)
             continue
         process = Process(identity, None, record)
+        if identity.boot != _boot():  # nothing outlives a boot; its pid is somebody else's
+            process.forget()
+            continue
         # A session keeps its leader's pid for as long as a member lives, so the pid cannot be somebody else's then.
         if process.exit_code() is None or (not psutil.pid_exists(identity.pid) and process.members()):
             found.append(process)
@@ -261,16 +281,22 @@ def _offer_to_oom_killer(pid: int) -> None:
         Path(f"/proc/{pid}/oom_score_adj").write_text(str(max(own, OOM_SCORE_ADJ)))
 
 
-def _start_time(pid: int) -> float:
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _start_ticks(pid: int) -> int:
+    """When a process was started; 0 for one that is gone."""
     try:
-        return psutil.Process(pid).create_time()
-    except psutil.NoSuchProcess:
-        return 0.0
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return int(stat.rpartition(")")[2].split()[19])  # the 22nd field of all (proc(5)); the name may hold blanks
 
 
 def _same(identity: Identity) -> bool:
     try:
-        process = psutil.Process(identity.pid)
-        return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - identity.started) < 0.05
+        alive = psutil.Process(identity.pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+    return alive and identity.boot == _boot() and _start_ticks(identity.pid) == identity.started

@@ -68,6 +68,7 @@ class ServerStatus(msgspec.Struct, kw_only=True):
     last_error: str = ""
     note: str = ""
     worker_state: str = ""
+    worker_error: str = ""
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
     celsius: int | None = None
@@ -278,6 +279,7 @@ def _servers(
                 last_error=child["last_error"],
                 note=child.get("note", ""),
                 worker_state=children.get(f"worker-{number}", {}).get("state", ""),
+                worker_error=children.get(f"worker-{number}", {}).get("last_error", ""),
                 memory_used_bytes=sum(gpu["used_bytes"] for gpu in mine) if mine else None,
                 memory_total_bytes=sum(gpu["total_bytes"] for gpu in mine) if mine else None,
                 celsius=max((gpu["celsius"] for gpu in mine if gpu["celsius"] is not None), default=None),
@@ -474,7 +476,8 @@ def _warnings(status: Status, daemon: dict[str, Any] | None, page: dict[str, Any
         if server.state in ("blocked", "backoff", "stopping") and server.last_error:
             yield f"server {server.number} {server.state} since {since}: {server.last_error}"
         elif server.state == "ready" and server.worker_state in ("blocked", "backoff"):
-            yield f"server {server.number} has no worker: see `gend logs worker-{server.number}`"
+            why = f" ({server.worker_error})" if server.worker_error else ""
+            yield f"server {server.number} has no worker{why}: see `gend logs worker-{server.number}`"
     for child in (daemon or {}).get("children", ()):
         if child["name"] in ("loader", "page") and child["state"] in ("blocked", "backoff") and child["last_error"]:
             yield f"the {child['name']} fails: {child['last_error']}"

@@ -123,6 +123,9 @@ class Supervisor:
         try:
             while True:
                 self._observe()
+                for task in beside:
+                    if task.done():
+                        task.result()  # a fault of ours: end, rather than go on without what it did
                 for action in plan(self.children.values(), time.monotonic(), self.rules, self.draining):
                     self._do(action)
                 self.notifier.tell(self._summary(), self.draining)
@@ -146,8 +149,9 @@ class Supervisor:
                 await loop.run_in_executor(self._ledger_thread, self.ledger.unpublish, "gend:daemon")
 
     def _touch_warm(self) -> None:
-        self._warm.parent.mkdir(parents=True, exist_ok=True)
-        self._warm.touch()
+        with contextlib.suppress(OSError):  # the next daemon starts one server before the others, once more
+            self._warm.parent.mkdir(parents=True, exist_ok=True)
+            self._warm.touch()
 
     def _asked_to_stop(self, name: str) -> None:
         log.info("%s: draining; rows in flight have %.0f s to end", name, self.settings.work.drain_seconds)
@@ -162,7 +166,12 @@ class Supervisor:
         child = self.children[action.child]
         match action.verb:
             case Verb.START:
-                self._start(child)
+                try:
+                    self._start(child)
+                except Unavailable as error:  # the disk is full, say: what runs goes on, and this is tried again
+                    child.last_error = str(error)
+                    self._count_failure(child)
+                    self._enter(child, State.BACKOFF, child.last_error, logging.WARNING)
             case Verb.READY:
                 child.ever_ready = True
                 self._enter(child, State.READY)
@@ -429,8 +438,12 @@ class Supervisor:
         """Keep what a hanging server can tell: its log's tail, and its stacks where py-spy is there."""
         dump = self.folder / "logs" / f"{child.name}.hang-{time.strftime('%Y%m%d-%H%M%S')}.txt"
         process = self.running[child.name]
-        await asyncio.to_thread(processes.dump, process, processes.log_tail(self.folder, child.name, 200), dump)
-        log.warning("%s hangs: what could be seen of it is in %s", child.name, dump)
+        try:
+            await asyncio.to_thread(processes.dump, process, processes.log_tail(self.folder, child.name, 200), dump)
+        except OSError as error:  # it is ended all the same
+            log.warning("%s hangs: what could be seen of it could not be kept: %s", child.name, error)
+        else:
+            log.warning("%s hangs: what could be seen of it is in %s", child.name, dump)
 
     async def _publish(self) -> None:
         """Once a second: what `gend status` shows of the daemon, and whether everything is finished."""
@@ -521,11 +534,14 @@ def warm_name(settings: Settings) -> str:
 
 
 def cut_log(path: Path, most_bytes: int) -> None:
-    """Keep the last half of a log that is too large in PATH.1 and begin anew; its writer appends, and goes on."""
+    """Keep the last half of a log that is too large in PATH.1 and begin anew; its writer appends, and goes on.
+
+    On a full disk nothing is kept: to begin anew makes room.
+    """
     try:
         if path.stat().st_size <= most_bytes:
             return
-        with open(path, "rb") as log_file:
+        with open(path, "rb") as log_file, contextlib.suppress(OSError):
             log_file.seek(-(most_bytes // 2), os.SEEK_END)
             path.with_suffix(".log.1").write_bytes(log_file.read())
         os.truncate(path, 0)

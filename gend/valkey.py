@@ -85,7 +85,11 @@ def hold(folder: Path) -> Iterator[str]:
 def revive(folder: Path) -> None:
     """Start gend's own Valkey again if it died while held. Raises LedgerUnavailable."""
     home = folder / "valkey"
-    with open(home / "start.lock", "a") as starting:
+    try:
+        starting = open(home / "start.lock", "a")  # noqa: SIM115 - just below
+    except OSError as error:
+        raise LedgerUnavailable(f"gend's own Valkey cannot be started in {home}: {error.strerror}") from error
+    with starting:
         ensure(home, starting.fileno())
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from harness.daemon import Daemon
 from harness.lone import STEPS, Lone, LoneWorker, die, done_without_part, kept_ids, kill_at, started_since, wrap
@@ -24,6 +25,7 @@ from harness.services import FakeServer, Ports, Valkey
 from rq import Queue
 from rq.serializers import JSONSerializer
 
+from gend import processes
 from gend.ledger import JOB_FUNCTION, Ledger, queue_name
 from gend.records import Run
 from gend.spool import Spool
@@ -282,6 +284,22 @@ def test_each_process_of_a_daemon_is_killed(make_daemon: Callable[..., Daemon], 
     (progress,) = daemon.status()["runs"]
     assert (progress["state"], progress["rows_done"], progress["verdicts"]) == ("finished", 500, {"ok": 500})
     assert not daemon.survivors()
+
+
+def test_a_process_is_known_again_though_the_clock_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next daemon would neither adopt a server nor end it. After a boot its pid is somebody else's."""
+    process = processes.start(tmp_path, "server-0", ["sleep", "60"], os.environ)
+    try:
+        booted = psutil.boot_time()  # which the kernel derives from the clock: psutil's start times move with it
+        monkeypatch.setattr("psutil._pslinux.boot_time", lambda: booted + 1)
+        (found,) = processes.left_behind(tmp_path)
+        assert found.exit_code() is None
+        record = tmp_path / "processes" / "server-0.json"
+        record.write_text(json.dumps({**json.loads(record.read_text()), "boot": "another"}))
+        assert processes.left_behind(tmp_path) == []
+        assert process.exit_code() is None, "and it is left alone"
+    finally:
+        process.kill()
 
 
 def test_a_second_daemon_is_refused_and_two_sigterms_drain(

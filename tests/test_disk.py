@@ -158,6 +158,31 @@ def test_a_daemon_on_a_real_full_disk(make_daemon: Callable[..., Daemon], valkey
         subprocess.run(["umount", "-l", daemon.work], check=True)
 
 
+def test_a_daemon_that_can_write_nothing_starts_later_what_has_died(
+    make_daemon: Callable[..., Daemon], valkey: Valkey, tmp_path: Path
+) -> None:
+    """A worker is killed while no file of the supervisor's may grow: the others go on, and so does it in the end."""
+    daemon = make_daemon(servers=2, redis=valkey.url, server_flags=("--speed", "2", "--max-running-requests", "4"))
+    source = write_prompts(tmp_path / "prompts.jsonl", 400)
+    run = daemon.enqueue(source)
+    daemon.start().wait_for_processes(workers=2, servers=2)
+    wait_until(
+        lambda: all(child["state"] == "ready" for child in daemon.status()["servers"]), "all are ready", every=0.3
+    )
+    servers = {number: process.pid for number, process in daemon.servers().items()}
+    resource.prlimit(daemon.supervisor.pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+    daemon.kill(daemon.workers()[0])
+
+    said = lambda: "make room" in daemon.status()["servers"][0]["worker_error"]  # noqa: E731
+    wait_until(said, "status says why", every=0.3, failed=daemon.logs)
+    resource.prlimit(daemon.supervisor.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    wait_until(lambda: daemon.status()["runs"][0]["state"] == "finished", "the run ends", every=0.5)
+    assert {number: process.pid for number, process in daemon.servers().items()} == servers
+    daemon.stop()
+    assert_whole(FolderParts(daemon.store), source, run)
+    assert not daemon.survivors()
+
+
 def fill(path: Path) -> None:
     with open(path, "wb", buffering=0) as file:
         for size in itertools.repeat(4096):
