@@ -801,7 +801,9 @@ def worker(context: Context, number: int, url: str, share: float, peers: int) ->
     box = box_name(settings.folder)
     name = f"{box}-worker-{number}.{uuid.uuid4().hex[:8]}"
     redis_url = settings.redis.url or valkey.socket_url(settings.folder)
-    sys.exit(uvloop.run(work(settings, redis_url, number, url, box, name, share, peers)))
+    code = uvloop.run(work(settings, redis_url, number, url, box, name, share, peers))
+    # Not sys.exit, which waits for threads: one that asks a silent store would keep the next worker from its server.
+    os._exit(code)
 
 
 @main.command(hidden=True)

@@ -405,10 +405,13 @@ class Ledger:
     def release_owner(self, prefix: str) -> int:
         """Give back every batch whose claim begins with `prefix` (a worker that is dead), and the lane if it had it.
 
-        Gives how many batches there were.
+        Its view goes too: whoever offered it prompts sees at once that nobody makes them. Gives how many batches there
+        were.
         """
         released = 0
         with _redis_errors():
+            for view in self.redis.scan_iter(f"gend:worker:{prefix}*", count=1000):
+                self.redis.delete(view)
             if cast(str, self.redis.get("gend:lane") or "").startswith(prefix):
                 self.redis.delete("gend:lane")  # somebody else in it by now: then two are, which is only slower to tell
             for run in cast(list[str], self.redis.hkeys("gend:runs")):

@@ -11,7 +11,7 @@ In the store:
     sets/FINGERPRINT/rejects.jsonl                  the lines that were not accepted
     sets/FINGERPRINT/set.json                       the PromptSet; written last
     runs/RUN/run.json                               the Run
-    runs/RUN/control.json                           what people decided about it: state and priority
+    runs/RUN/control.json                           what people, or an alarm, decided about it: state and priority
     runs/RUN/parts/00000042.jsonl                   one part a batch
 """
 

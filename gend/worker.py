@@ -2,7 +2,7 @@
 
     take      RQ says which batch to try. It may lie: late, twice, never.
     claim     The ledger gives the lease, or says that the batch is done or somebody else's.
-    look      A part in the store means that it is done, whatever the ledger has forgotten.
+    look      A part in the store means that it is done, whatever the ledger has forgotten. If the store is away: later.
     read      The batch's prompts, from the prompt set on this box.
     recover   The rows that earlier claims left in the spool.
     generate  What is missing; each row goes into the spool when it is there.
@@ -165,8 +165,7 @@ class Worker:
             del self.held[run.id, number]  # its lease is not renewed from here on
             log.info("batch %s: given back, %s", batch, "lease lost" if held.lost else "its rows stay in the spool")
             if not held.lost:
-                with contextlib.suppress(LedgerUnavailable):  # the lease ends by itself
-                    await self._redis(self.ledger.give_back, run.id, number, claim)
+                await self._tidy(self.ledger.give_back, run.id, number, claim)  # else the lease ends by itself
         finally:
             self.held.pop((run.id, number), None)
             if held.spool:
@@ -175,9 +174,10 @@ class Worker:
     async def _finish_batch(self, run: Run, batch: Batch, held: Held) -> None:
         key = part_key(run.id, batch.number)
         spool = held.spool = Spool(self.settings.folder, batch, held.claim)
-        counts = None
+        counts, looked = None, False
         while counts is None:
-            part = await self._patiently("store", self._store_threads, self.store.get, key)
+            part = await self._look(key, patient=looked)
+            looked = True
             if part is None:
                 part = await self._make_part(run, batch, held, spool)
                 if part is None or not await self._patiently("store", self._store_threads, self.store.put, key, part):
@@ -191,6 +191,21 @@ class Worker:
             counts = await self._counts(part, batch)
         await self._patiently("redis", self._redis_thread, self.ledger.mark_done, run.id, batch.number, counts)
         await self._in_thread(self._disk_threads, spool.delete)
+
+    async def _look(self, key: str, patient: bool) -> bytes | None:
+        """The part of a batch, if it is there. Only who is `patient` waits for a store that is away: no GPU need idle,
+        since a ledger that once agreed with the store knows what is missing, and what it has missed costs time alone.
+        """
+        if not patient:
+            with contextlib.suppress(LedgerUnavailable):
+                if "store" not in self.outages:
+                    try:
+                        return await self._in_thread(self._store_threads, self.store.get, key)
+                    except (Unavailable, SettingsError) as error:
+                        self._away("store", error)
+                if await self._redis(self.ledger.rebuilt):
+                    return None
+        return await self._patiently("store", self._store_threads, self.store.get, key)
 
     async def _counts(self, part: bytes, batch: Batch) -> dict[str, int] | None:
         return await self._in_thread(self._disk_threads, counts_of, part, batch)
@@ -410,8 +425,7 @@ class Worker:
         except LedgerUnavailable as error:
             self._away("redis", error)
         finally:
-            with contextlib.suppress(LedgerUnavailable):  # RQ clears up after jobs that never reported back
-                await self._redis(self.rq.finished, delivery)
+            await self._tidy(self.rq.finished, delivery)  # else RQ clears up after jobs that never reported back
 
     # -- the end: any free slot of the box takes the next prompt --------------------------------------------------
 
@@ -550,8 +564,17 @@ class Worker:
         if self.settings.alarm.action == "pause" and run.id in self._active():
             paused = paused_by_alarm(self.controls.get(run.id, Control()), f"alarm, server {self.number}: {why}")
             self.controls[run.id] = paused
+            # A task of its own: what is in flight is dropped now, and this row with it.
+            recording = asyncio.create_task(self._record(run.id, paused))
+            self._batches.add(recording)
+            recording.add_done_callback(self._batch_ended)
             self._stop_what_is_stopped()
-            await self._patiently("redis", self._redis_thread, self.ledger.set_control, run.id, paused)
+
+    async def _record(self, run: str, paused: Control) -> None:
+        """Let everybody know, and the store keep, that an alarm has paused a run."""
+        await self._patiently("redis", self._redis_thread, self.ledger.set_control, run, paused)
+        key, body = f"runs/{run}/control.json", msgspec.json.encode(paused)
+        await self._patiently("store", self._store_threads, self.store.replace, key, body)
 
     async def _ask_canaries(self) -> None:
         """Ask the guard's canaries; when one is wrong, drop the rows since the last right one, and end."""
@@ -673,9 +696,8 @@ class Worker:
             await self._drain()
             for task in side:
                 task.cancel()
-        with contextlib.suppress(LedgerUnavailable):
-            await self._redis(self.rq.close)
-            await self._redis(self.ledger.unpublish, f"gend:worker:{self.name}")
+        await self._tidy(self.rq.close)
+        await self._tidy(self.ledger.unpublish, f"gend:worker:{self.name}")
         return SERVER_GONE if self.server_gone else SERVER_WRONG if self.guard.wrong else 1 if self.broken else 0
 
     async def _listen(self) -> None:
@@ -718,13 +740,23 @@ class Worker:
     async def _redis(self, call: Callable[..., T], *args: Any) -> T:
         return await self._in_thread(self._redis_thread, call, *args)
 
+    async def _tidy(self, call: Callable[..., object], *args: Any) -> None:
+        """Tell Redis what it finds out by itself in the end. Who is to stop does not wait for a Redis that is away."""
+        if not (self.draining.is_set() and "redis" in self.outages):
+            try:
+                await self._redis(call, *args)
+            except LedgerUnavailable as error:
+                self._away("redis", error)
+
     async def _patiently(self, what: str, pool: ThreadPoolExecutor, call: Callable[..., T], *args: Any) -> T:
         """Do it, however long `what` is away: whoever has something to lose waits here."""
-        pause, waits = 0.5, 0
+        pause, waits, there = 0.5, 0, False
         try:
             while True:
                 try:
-                    return await self._in_thread(pool, call, *args)
+                    result = await self._in_thread(pool, call, *args)
+                    there = True
+                    return result
                 except (Unavailable, SettingsError) as error:  # while we run, wrong credentials are an outage too
                     self._waiting[what] += 1 - waits
                     waits = 1
@@ -732,8 +764,8 @@ class Worker:
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, 10.0)
         finally:
-            if waits:
-                self._waiting[what] -= 1
+            self._waiting[what] -= waits
+            if waits or there:
                 self._back(what)
 
     def _away(self, what: str, error: GendError) -> None:

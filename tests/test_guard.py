@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from harness.fake_server import digest
 from harness.lone import Lone
+from harness.processes import wait_until
 from harness.reader import FolderParts, assert_whole, read_request_log, write_prompts
 from harness.services import FakeServer, Ports, Valkey, write_whole
 
+from gend import loader
 from gend.blame import AT_A_SERVER, Suspicion, accuse
 from gend.canary import knows, split_fault
 from gend.concurrency import FIRST_LIMIT, Pilot
@@ -260,3 +262,19 @@ def test_what_rows_are_worth_and_how_often_they_were_tried(lone: Lone, server: F
     tries = [event for event in read_request_log(server.request_log) if event["event"] == "started"]
     empty = [event["seed"] for event in tries if event["sha"] == digest(rows[3]["messages"][0]["content"])]
     assert len(set(empty)) == 2, "the second attempt has another seed"
+
+
+def test_a_run_that_an_alarm_has_paused_stays_so_when_redis_is_emptied(
+    lone: Lone, server: FakeServer, tmp_path: Path
+) -> None:
+    run = lone.register(write_prompts(tmp_path / "prompts.jsonl", 300))
+    server.mode("empty", containing="Question")
+    with lone.supplied():
+        worker = lone.start()
+        control = lambda: loader.stored_control(lone.store, run)  # noqa: E731
+        wait_until(lambda: control().state == "paused", "the alarm", failed=lone.logs)
+        worker.end()
+    lone.ledger.redis.flushall()
+    loader.reconcile(lone.ledger, lone.store)
+    assert lone.ledger.controls()[run.id] == control()
+    assert "replies are bad" in control().reason

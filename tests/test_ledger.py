@@ -96,8 +96,13 @@ def test_a_dead_workers_batches_are_free_at_once_and_nobody_elses(ledger: Ledger
     run = add(ledger)
     for batch, claim in enumerate(("box-worker-1.a.0", "box-worker-1.a.1", "box-worker-10.b.0")):
         ledger.claim(run.id, batch, claim, 60)
+    for name in ("box-worker-1.a", "box-worker-10.b"):
+        ledger.publish(
+            f"gend:worker:{name}", {"name": name}, 3600
+        )  # as it would look were the clock set back by an hour
     assert ledger.release_owner("box-worker-1.") == 2
     assert ledger.leased(run.id) == {2}
+    assert [view["name"] for view in ledger.workers()] == ["box-worker-10.b"]
 
 
 def waiting(ledger: Ledger, run: Run) -> list[int]:

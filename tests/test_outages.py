@@ -6,6 +6,7 @@ row a second time, or marks a batch done that has no part.
 
 import contextlib
 import os
+import resource
 import shutil
 import signal
 import time
@@ -14,12 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import redis
 from harness.daemon import Daemon
-from harness.lone import Lone, LoneWorker, Wrapper, done_without_part, started_since
+from harness.lone import Lone, LoneWorker, Wrapper, done_without_part, started_since, wrap
 from harness.processes import wait_until
-from harness.proxy import S3Fault, S3Proxy, TcpProxy, expired_token, slow_down
+from harness.proxy import S3Fault, S3Proxy, TcpProxy, expired_token, internal_error, slow_down
 from harness.reader import FolderParts, Parts, S3Parts, assert_whole, times_finished, write_prompts
 from harness.services import BUCKET, Authority, FakeServer, Ports, SeaweedFS, Valkey
 from redis.backoff import NoBackoff
@@ -29,6 +31,7 @@ from gend import valkey as own_valkey
 from gend.ledger import Ledger
 from gend.records import Run, counts_of, part_key
 from gend.status import read_status
+from gend.store import S3Store
 
 ROWS = 48
 
@@ -247,7 +250,8 @@ def test_redis_forgets(how: Callable[[Valkey, Path], None], make_lone: Callable[
 def wait_counted(lone: Lone, run: Run) -> None:
     """The counts come back with the ledger: the loader reads the parts that a listing has found."""
     with lone.supplied():
-        wait_until(lambda: lone.ledger.progress()[0].counts.get("verdict:ok") == ROWS, "all rows are counted")
+        counted = lambda: [progress.counts.get("verdict:ok") for progress in lone.ledger.progress()] == [ROWS]  # noqa: E731
+        wait_until(counted, "all rows are counted", failed=lone.logs)
 
 
 def test_a_redis_that_throws_keys_away_is_refused(
@@ -414,6 +418,154 @@ def test_what_strangers_put_under_the_prefix(make_lone: Callable[..., Lone], ser
     assert all(counts_of(store.get(part_key(run.id, n)) or b"", run.batch(n)) for n in range(run.batches))
     assert store.get(part_key(run.id, 5)) == good[5], "what was good is left alone"
     assert list(lone.ledger.runs()) == [run.id]
+
+
+# ---- two faults at once
+
+
+def emptied_too(lone: Lone, run: Run, worker: LoneWorker, redis_server: Valkey) -> Callable[[], object]:
+    redis_server.client().flushall()
+    return lambda: None
+
+
+def killed_too(lone: Lone, run: Run, worker: LoneWorker, redis_server: Valkey) -> Callable[[], object]:
+    redis_server.kill()
+    return redis_server.start
+
+
+def disk_full_too(lone: Lone, run: Run, worker: LoneWorker, redis_server: Valkey) -> Callable[[], object]:
+    resource.prlimit(worker.pid, resource.RLIMIT_FSIZE, (2048, resource.RLIM_INFINITY))
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    return lambda: resource.prlimit(worker.pid, resource.RLIMIT_FSIZE, unlimited)
+
+
+def spool_removed_too(lone: Lone, run: Run, worker: LoneWorker, redis_server: Valkey) -> Callable[[], object]:
+    shutil.rmtree(lone.work / "spool")
+    return lambda: None
+
+
+def another_owner_too(lone: Lone, run: Run, worker: LoneWorker, redis_server: Valkey) -> Callable[[], object]:
+    """The worker is stopped with its parts on their way, and another takes its batches over."""
+    worker.signal(signal.SIGSTOP)
+    wait_until(lambda: not lone.ledger.leased(run.id), "its leases end")
+    lone.start(number=1)
+    wait_until(lambda: lone.ledger.leased(run.id), "the other one has batches", failed=lone.logs)
+    return lambda: worker.signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("other", [emptied_too, killed_too, disk_full_too, spool_removed_too, another_owner_too])
+def test_the_store_is_away_and_that_is_not_all(
+    other: Callable[[Lone, Run, LoneWorker, Valkey], Callable[[], object]],
+    make_lone: Callable[..., Lone],
+    parts: Parts,
+    prefix: str,
+    server: FakeServer,
+    redis_server: Valkey,
+    s3: S3Proxy,
+    tmp_path: Path,
+) -> None:
+    """While parts wait for a store that fails in the middle of puts, the next thing goes wrong."""
+    lone = make_lone(redis_server.url, store=f"s3://{BUCKET}/{prefix}", endpoint=s3.endpoint)
+    source = write_prompts(tmp_path / "prompts.jsonl", ROWS)
+    run = lone.register(source)
+    s3.set(S3Fault("cut_put", {"PutObject"}), internal_error())
+    with working(lone, run) as worker:
+        wait_until(lambda: "store is away" in worker.log.read_text(), "parts wait for the store")
+        kept, now = lone.kept(run), time.time()
+        mend = other(lone, run, worker, redis_server)
+        time.sleep(1.5)  # long enough for leases to end
+        mend()
+        s3.set()
+    seen = assert_whole(parts, source, run.id)
+    assert {row["attempts"] for row in seen.rows.values()} == {1}
+    assert kept and not kept & started_since(server.request_log, source, now)
+    wait_counted(lone, run)
+
+
+@pytest.mark.parametrize("store", ["knows If-None-Match", "ignores If-None-Match"])
+def test_a_worker_stopped_in_the_middle_of_a_put(
+    store: str, on_s3: Lone, parts: Parts, server: FakeServer, s3: S3Proxy, tmp_path: Path
+) -> None:
+    """It goes on when others have finished the run long since: a part that is there stays, or is replaced whole."""
+    if store == "ignores If-None-Match":
+        s3.set(S3Fault("ignore_if_none_match"))
+    source = write_prompts(tmp_path / "prompts.jsonl", ROWS)
+    run = on_s3.register(source)
+    with on_s3.supplied():
+        late = on_s3.start(lambda: wrap(S3Store, "_put", before=stop_here, nth=2))
+        wait_until(lambda: stopped(late), "it is in the middle of a put", failed=on_s3.logs)
+    on_s3.finish(run)
+    before = s3.answers["PutObject", 200]
+    late.signal(signal.SIGCONT)
+    late.signal(signal.SIGTERM)
+    assert late.wait() == 0, late.log.read_text()
+    replaced = s3.answers["PutObject", 200] - before
+    assert (replaced > 0) == (store == "ignores If-None-Match")
+    assert_whole(parts, source, run.id)
+    wait_counted(on_s3, run)
+
+
+def stop_here() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stopped(worker: LoneWorker) -> bool:
+    return psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED
+
+
+@pytest.mark.parametrize("store", ["knows If-None-Match", "ignores If-None-Match"])
+def test_two_boxes_with_one_store(
+    store: str, on_s3: Lone, make_lone: Callable[..., Lone], parts: S3Parts, prefix: str, s3: S3Proxy,
+    redis_server: Valkey, tmp_path: Path,
+) -> None:  # fmt: skip
+    """The old box comes back beside the new one, each with a Redis of its own: it is paid twice, and that is all."""
+    if store == "ignores If-None-Match":
+        s3.set(S3Fault("ignore_if_none_match"))
+    source = write_prompts(tmp_path / "prompts.jsonl", ROWS)
+    other = make_lone(redis_server.url, "other", store=f"s3://{BUCKET}/{prefix}", endpoint=s3.endpoint)
+    run = on_s3.register(source)
+    assert other.register(source).id == run.id
+    with on_s3.supplied(), other.supplied():
+        workers = [box.start() for box in (on_s3, other)]
+        for box, worker in zip((on_s3, other), workers, strict=True):
+            box.wait_done(run)
+            worker.signal(signal.SIGTERM)
+            assert worker.wait() == 0, worker.log.read_text()
+    assert any(count > 1 for key, count in s3.puts.items() if "/parts/" in key), "they did meet"
+    assert_whole(parts, source, run.id)
+    for box in (on_s3, other):
+        wait_counted(box, run)
+
+
+def test_told_to_stop_while_everything_is_away(
+    make_lone: Callable[..., Lone],
+    parts: Parts,
+    prefix: str,
+    server: FakeServer,
+    redis_server: Valkey,
+    redis_proxy: TcpProxy,
+    s3: S3Proxy,
+    tmp_path: Path,
+) -> None:
+    """Twice, with Redis and the store silent: the worker ends by itself, and what it had is there for the next."""
+    redis = redis_server.url_at(redis_proxy.port)
+    lone = make_lone(redis, store=f"s3://{BUCKET}/{prefix}", endpoint=s3.endpoint)
+    source = write_prompts(tmp_path / "prompts.jsonl", ROWS)
+    run = lone.register(source)
+    s3.set(S3Fault("blackhole", {"PutObject"}))
+    with lone.supplied():
+        worker = lone.start(impatient)
+        wait_until(lambda: any("/parts/" in key for key in s3.puts), "a part is on its way", failed=lone.logs)
+        redis_proxy.set("blackhole")
+        for _ in range(2):
+            worker.signal(signal.SIGTERM)
+        assert worker.wait() == 0, worker.log.read_text()
+        redis_proxy.set("pass")
+    s3.set()
+    kept, now = lone.kept(run), time.time()
+    lone.finish(run)
+    assert_whole(parts, source, run.id)
+    assert kept and not kept & started_since(server.request_log, source, now)
 
 
 # ---- as long as the real ones

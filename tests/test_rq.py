@@ -75,6 +75,14 @@ def test_each_job_delivered_twice_and_some_never(lone: Lone, server: FakeServer,
     assert_made_once(lone, server, source, run)
 
 
+def test_two_loaders_at_once(lone: Lone, server: FakeServer, source: Path) -> None:
+    """An old one that is slow to die beside a new one: both hint at what is missing, and nothing is doubled."""
+    run = lone.register(source)
+    with lone.supplied(), lone.supplied():
+        lone.finish(run)
+    assert_made_once(lone, server, source, run)
+
+
 def test_a_flushed_queue_is_filled_again(lone: Lone, server: FakeServer, source: Path) -> None:
     run = lone.register(source)
     lone.ledger.raw.delete(queue_of(lone, run.id).key)
