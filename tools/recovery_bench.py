@@ -10,7 +10,7 @@
 | rebuild | the ledger from a listing of 7,200 parts: a folder, and S3 (SeaweedFS)                       | 30 s   |
 | worker  | a worker is killed: until each of its batches is worked on by another process                | 15 s   |
 | again   | finished rows that are made again after kills of workers and of the supervisor               | 0 rows |
-| risk    | finished rows that no part holds yet, which a vanished box takes along, against the formula   |        |
+| risk    | finished rows that no part holds yet, which a vanished box takes along, against README's formula |        |
 """
 
 import argparse
@@ -202,21 +202,21 @@ def again(folder: Path, ports: Ports) -> str:
 def risk(folder: Path, ports: Ports) -> str:
     found = []
     for batch, slots in ((16, 16), (64, 16), (64, 64), (128, 64)):
-        flags = ("--speed", "40", "--mean-tokens", "1000", "--max-running-requests", str(slots))
+        flags = ("--speed", "10", "--mean-tokens", "1000", "--max-running-requests", str(slots))
         source = write_prompts(folder / f"risk-{batch}-{slots}.jsonl", 30_000)
         config = {"work": {"batch_size": batch, "in_flight": slots}}
         with box(folder, ports, servers=1, server_flags=flags, config=config) as daemon:
             run = daemon.enqueue(source)
             daemon.start()
             parts = daemon.store / "runs" / run / "parts"
-            steady = 2 + int(slots / batch * math.log(batch)) * 2
-            while len(list(parts.glob("*.jsonl"))) <= steady:
+            longest = math.log(min(batch, slots)) + 0.577  # of the replies of a batch, over the mean: see the README
+            while len(list(parts.glob("*.jsonl"))) < 3 + 3 * longest * slots / batch:  # until then it is not steady
                 time.sleep(0.1)
             samples = []
-            for _ in range(40):
-                time.sleep(0.25)
+            for _ in range(45):
+                time.sleep(1.0)
                 samples.append(len(kept_ids(daemon.work, Path("/nowhere"), run)))
-        expected = slots * (math.log(batch) + 0.577 - 1) + batch / 2
+        expected = slots * (longest - 1) + batch / 2
         found.append(f"batch {batch}, {slots} in flight: {statistics.mean(samples):.0f} (most {max(samples)}), "
                      f"formula {expected:.0f}")  # fmt: skip
     return "; ".join(found)
