@@ -45,6 +45,7 @@ log = logging.getLogger("gend.loader")
 PIECE_BYTES = 64 << 20
 JOBS_AHEAD = 64  # jobs that wait in a run's RQ queue: enough for a second of the fastest servers, and small
 SAMPLE_SECONDS = 10.0
+AGREE_SECONDS = 600.0  # a new look at the store so often: it mends what somebody has deleted, here or there
 
 
 class Registered(msgspec.Struct, frozen=True, kw_only=True):
@@ -244,9 +245,11 @@ def keep_supplied(settings: Settings, ledger: Ledger, store: Store, stopped: Cal
     """Until `stopped(seconds)`, which waits that long and says whether to end, keep the workers supplied."""
     agreed = False
     sampled = away_since = 0.0
+    looked = time.monotonic()
     while True:
         try:
-            if not agreed or not ledger.rebuilt():
+            if not agreed or not ledger.rebuilt() or time.monotonic() - looked > AGREE_SECONDS:
+                looked = time.monotonic()  # also where it fails: one that agreed is good enough for that long
                 reconcile(ledger, store)
                 agreed = True
             supply(settings, ledger, store)

@@ -188,7 +188,14 @@ def read_lines(folder: Path, fingerprint: str, first: int, count: int) -> list[b
 def read_prompts(folder: Path, fingerprint: str, first: int, count: int) -> list[Prompt]:
     """`count` prompts from index `first` on. Raises DiskUnavailable when they cannot be read."""
     decoder = msgspec.json.Decoder(Prompt)
-    return [decoder.decode(line) for line in read_lines(folder, fingerprint, first, count)]
+    lines = read_lines(folder, fingerprint, first, count)
+    try:
+        return [decoder.decode(line) for line in lines]
+    except msgspec.DecodeError as error:
+        home = set_folder(folder, fingerprint)
+        raise DiskUnavailable(
+            f"prompt set {fingerprint[:12]} is damaged here ({error}): remove {home}, it is fetched again"
+        ) from error
 
 
 def pieces(folder: Path, fingerprint: str, piece_bytes: int) -> Iterator[bytes]:

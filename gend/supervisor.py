@@ -77,6 +77,7 @@ class Supervisor:
         self.notifier = Notifier()
         self.draining = False
         self.idle = False
+        self._met: set[str] = set()  # runs that the ledger has known since we are up
         self.outage = ""
         self.outage_since = 0.0
         self.happened: collections.deque[Event] = collections.deque(maxlen=100)  # not in the ledger yet
@@ -471,9 +472,11 @@ class Supervisor:
             self.ledger.event(event.kind, event.text, event.bad, event.at)
             self.happened.popleft()
         if self.until_idle:
-            over = all(run.finished or run.control.state != "active" for run in self.ledger.progress())
+            runs = {run.run.id: run.finished or run.control.state != "active" for run in self.ledger.progress()}
+            forgotten = self._met - runs.keys()  # somebody deleted them: they come back from the store
+            self._met |= runs.keys()
             # Asked after: a Redis that was emptied in between knows of no run at all.
-            self.idle = over and self.ledger.rebuilt()
+            self.idle = all(runs.values()) and not forgotten and self.ledger.rebuilt()
 
     def view(self) -> dict[str, Any]:
         """What `gend status` shows of the daemon."""

@@ -27,6 +27,7 @@ from harness.services import BUCKET, Authority, FakeServer, Ports, SeaweedFS, Va
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from gend import loader
 from gend import valkey as own_valkey
 from gend.ledger import Ledger
 from gend.records import Run, counts_of, part_key
@@ -243,6 +244,23 @@ def test_redis_forgets(how: Callable[[Valkey, Path], None], make_lone: Callable[
     with working(lone, run):
         wait_until(lambda: lone.ledger.done(run.id), "a batch is done", failed=lone.logs)
         how(redis_server, tmp_path / "old")
+    assert_nothing_came_of_it(FolderParts(lone.store_folder), server, source, run)
+    wait_counted(lone, run)
+
+
+def test_somebody_deletes_from_redis_what_is_not_his(
+    make_lone: Callable[..., Lone], server: FakeServer, valkey: Valkey, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """All keys but the one that says that the ledger agrees with the store, as an eviction might do it."""
+    monkeypatch.setattr(loader, "AGREE_SECONDS", 1.0)
+    lone = make_lone(valkey.url)
+    source = write_prompts(tmp_path / "prompts.jsonl", ROWS)
+    run = lone.register(source)
+    with working(lone, run):
+        wait_until(lambda: lone.ledger.done(run.id), "a batch is done", failed=lone.logs)
+        keys = set(lone.ledger.redis.scan_iter("*")) - {"gend:epoch"}
+        lone.ledger.redis.delete(*keys)
     assert_nothing_came_of_it(FolderParts(lone.store_folder), server, source, run)
     wait_counted(lone, run)
 

@@ -88,7 +88,7 @@ def test_the_same_prompts_are_the_same_set_and_leave_the_first_alone(tmp_path: P
     assert written(tmp_path, lines_of(5)[::-1]).fingerprint != first.fingerprint, "the order counts"
 
 
-@pytest.mark.parametrize("damage", ["cut", "moved", "no offsets", "no prompts", "gone"])
+@pytest.mark.parametrize("damage", ["cut", "moved", "garbled", "no offsets", "no prompts", "gone"])
 def test_a_damaged_set_is_not_read(damage: str, tmp_path: Path) -> None:
     made = written(tmp_path, lines_of(20))
     home = sets.set_folder(tmp_path, made.fingerprint)
@@ -98,6 +98,8 @@ def test_a_damaged_set_is_not_read(damage: str, tmp_path: Path) -> None:
             prompts.write_bytes(prompts.read_bytes()[:-5])
         case "moved":
             prompts.write_bytes(b"x" + prompts.read_bytes())
+        case "garbled":
+            prompts.write_bytes(prompts.read_bytes().replace(b'"p15"', b'"p\xff5"'))
         case "no offsets":
             (home / "offsets").write_bytes(b"")
         case "no prompts":
