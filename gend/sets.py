@@ -108,13 +108,14 @@ class SetWriter:
 
 def _among_writers(sets: Path) -> int:
     """A descriptor that is locked for as long as somebody writes a set. Whoever is alone first removes what writers
-    that were killed have left: gigabytes, each."""
+    that were killed have left: gigabytes, each. Where the file system knows no such locks, it is left."""
     lock = os.open(sets, os.O_RDONLY)
-    with contextlib.suppress(BlockingIOError):  # somebody writes: the next one will find nobody
+    with contextlib.suppress(OSError):  # somebody writes: the next one will find nobody
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for left in sets.glob(".new-*"):
             shutil.rmtree(left, ignore_errors=True)
-    fcntl.flock(lock, fcntl.LOCK_SH)
+    with contextlib.suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_SH)
     return lock
 
 
