@@ -46,6 +46,7 @@ PIECE_BYTES = 64 << 20
 JOBS_AHEAD = 64  # jobs that wait in a run's RQ queue: enough for a second of the fastest servers, and small
 SAMPLE_SECONDS = 10.0
 AGREE_SECONDS = 600.0  # a new look at the store so often: it mends what somebody has deleted, here or there
+DAMAGED_SECONDS = 30.0  # until a prompt set that was damaged in the store is fetched again: it may be 1 GB
 
 
 class Registered(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,16 +162,24 @@ def control(ledger: Ledger, store: Store, run: str, changed: Control) -> None:
 
 
 def upload_set(folder: Path, store: Store, prompt_set: PromptSet) -> None:
-    """Copy a prompt set from this box to the store, unless it is there. `set.json` comes last and makes it whole."""
+    """Copy a prompt set from this box to the store; `set.json` comes last and makes it whole.
+
+    What is there is read and compared, so that enqueueing a file again mends a set that was damaged in the store.
+    """
     home = f"sets/{prompt_set.fingerprint}"
-    if store.exists(f"{home}/set.json"):
-        return
+    there = dict(store.list(f"{home}/"))
     compressor = zstandard.ZstdCompressor(level=1)
     for number, piece in enumerate(sets.pieces(folder, prompt_set.fingerprint, PIECE_BYTES)):
-        store.replace(f"{home}/prompts-{number:05d}.jsonl.zst", compressor.compress(piece))
-    rejects = sets.set_folder(folder, prompt_set.fingerprint) / "rejects.jsonl"
-    store.replace(f"{home}/rejects.jsonl", rejects.read_bytes())
-    store.replace(f"{home}/set.json", msgspec.json.encode(prompt_set))
+        key, body = f"{home}/prompts-{number:05d}.jsonl.zst", compressor.compress(piece)
+        if there.pop(key, None) != len(body) or store.get(key) != body:
+            store.replace(key, body)
+    for key in there:
+        if key.startswith(f"{home}/prompts-"):  # beyond the last piece, where it would be read as one
+            store.delete(key)
+    if not {f"{home}/set.json", f"{home}/rejects.jsonl"} <= there.keys():
+        rejects = sets.set_folder(folder, prompt_set.fingerprint) / "rejects.jsonl"
+        store.replace(f"{home}/rejects.jsonl", rejects.read_bytes())
+        store.replace(f"{home}/set.json", msgspec.json.encode(prompt_set))
 
 
 def fetch_set(folder: Path, store: Store, prompt_set: PromptSet) -> None:
@@ -186,17 +195,20 @@ def fetch_set(folder: Path, store: Store, prompt_set: PromptSet) -> None:
             try:
                 lines = zstandard.ZstdDecompressor().decompress(piece).splitlines(keepends=True)
             except zstandard.ZstdError as error:
-                raise NotSound(f"prompt set {prompt_set.fingerprint[:12]} in the store is damaged: {error}") from error
+                raise NotSound(
+                    f"prompt set {prompt_set.fingerprint[:12]} in the store is damaged: piece {number}: {error}; "
+                    "enqueue the file again to mend it"
+                ) from error
             for line in lines:
                 writer.accept(line)
         for line in (store.get(f"sets/{prompt_set.fingerprint}/rejects.jsonl") or b"").splitlines(keepends=True):
             writer.reject(line)
-        fetched = writer.finish()
-    if fetched.fingerprint != prompt_set.fingerprint:
-        raise NotSound(
-            f"prompt set {prompt_set.fingerprint[:12]} in the store is damaged: it holds {fetched.accepted} of "
-            f"{prompt_set.accepted} prompts; enqueue the file again to mend it"
-        )
+        if writer.fingerprint != prompt_set.fingerprint:
+            raise NotSound(
+                f"prompt set {prompt_set.fingerprint[:12]} in the store is damaged: it holds {writer.accepted} of "
+                f"{prompt_set.accepted} prompts; enqueue the file again to mend it"
+            )
+        writer.finish()
 
 
 # -- what the store knows of runs --------------------------------------------------------------------------------
@@ -243,53 +255,77 @@ def reconcile(ledger: Ledger, store: Store) -> None:
 
 def keep_supplied(settings: Settings, ledger: Ledger, store: Store, stopped: Callable[[float], bool]) -> None:
     """Until `stopped(seconds)`, which waits that long and says whether to end, keep the workers supplied."""
-    agreed = False
+    agreed = said = False
     sampled = away_since = 0.0
     looked = time.monotonic()
+    damaged: dict[str, Damaged] = {}
     while True:
         try:
             if not agreed or not ledger.rebuilt() or time.monotonic() - looked > AGREE_SECONDS:
                 looked = time.monotonic()  # also where it fails: one that agreed is good enough for that long
                 reconcile(ledger, store)
                 agreed = True
-            supply(settings, ledger, store)
+            supply(settings, ledger, store, damaged)
             count_found_parts(ledger, store)
             if time.monotonic() - sampled > SAMPLE_SECONDS:
                 now = time.monotonic()
                 ledger.sample(sample(ledger), now - sampled if sampled else 0.0)
                 sampled = now
                 clear_spool(settings.folder, ledger)
-            if away_since:
-                ledger.publish("gend:loader", {"outages": {}}, 10.0)
-                away_since = 0.0
+            if damaged or said:
+                ledger.publish("gend:loader", {"outages": _outages(damaged)}, 60.0)
+            said, away_since = bool(damaged), 0.0
         except (StoreUnavailable, LedgerUnavailable, SettingsError) as error:
             log.warning("%s; trying again", error)
             away_since = away_since or time.time()
             with contextlib.suppress(LedgerUnavailable):
                 if not isinstance(error, LedgerUnavailable):
                     outage = {"since": away_since, "why": str(error)}
-                    ledger.publish("gend:loader", {"outages": {"store": outage}}, 60.0)
+                    ledger.publish("gend:loader", {"outages": {"store": outage, **_outages(damaged)}}, 60.0)
+                    said = True
                 if ledger.rebuilt():  # an agreed ledger is good enough to work from while the store is away
-                    supply(settings, ledger, store)
+                    supply(settings, ledger, store, damaged)
             if stopped(2.0):
                 return
         if stopped(0.5):
             return
 
 
-def supply(settings: Settings, ledger: Ledger, store: Store) -> None:
-    """See that each active run has its prompts here and jobs in its queue."""
+class Damaged(msgspec.Struct, frozen=True):
+    """A prompt set that the store does not have whole: since when it is known, why, and when it is fetched again."""
+
+    since: float
+    why: str
+    again: float
+
+
+def supply(settings: Settings, ledger: Ledger, store: Store, damaged: dict[str, Damaged]) -> None:
+    """See that each active run has its prompts here and jobs in its queue. `damaged`, by fingerprint, is kept up."""
+    known, now = damaged.copy(), time.monotonic()
+    damaged.clear()
     for progress in ledger.progress():
         run = progress.run
         if progress.control.state != "active" or progress.finished:
             ledger.forget_queue(run.id)
             continue
+        before = known.get(run.set.fingerprint)
+        if before and before.again > now and not sets.present(settings.folder, run.set.fingerprint):
+            damaged[run.set.fingerprint] = before
+            continue
         try:
             fetch_set(settings.folder, store, run.set)
-        except (NotSound, Unavailable) as error:
+        except NotSound as error:
             log.warning("run %s waits: %s", run.id, error)
-            continue
-        ledger.stock(run, JOBS_AHEAD)
+            since = before.since if before else time.time()
+            damaged[run.set.fingerprint] = Damaged(since, str(error), now + DAMAGED_SECONDS)
+        except Unavailable as error:
+            log.warning("run %s waits: %s", run.id, error)
+        else:
+            ledger.stock(run, JOBS_AHEAD)
+
+
+def _outages(damaged: dict[str, Damaged]) -> dict[str, Any]:
+    return {f"prompt set {name[:12]}": {"since": one.since, "why": one.why} for name, one in damaged.items()}
 
 
 def count_found_parts(ledger: Ledger, store: Store, seconds: float = 0.5) -> None:

@@ -240,7 +240,7 @@ class _Reading:
         if self._prompts_digest.hexdigest() != self._run.set.fingerprint:
             report.fault(
                 f"sets/{self._run.set.fingerprint}: the stored prompts are not those that were registered "
-                f"({self._run.set.accepted} with this SHA-256)"
+                f"({self._run.set.accepted} with this SHA-256); enqueue the same file again to mend them"
             )
         report.verdicts = dict(self._verdicts.most_common())
         report.reply_lengths, report.thinking_lengths = lengths(self._replies), lengths(self._thoughts)

@@ -76,6 +76,11 @@ class SetWriter:
             self._rejects.write(line)
         self.rejected += 1
 
+    @property
+    def fingerprint(self) -> str:
+        """Of what was accepted so far."""
+        return self._digest.hexdigest()
+
     def first_reject(self) -> str:
         """The first rejection, for an error message; empty where there is none."""
         self._rejects.flush()
@@ -85,7 +90,7 @@ class SetWriter:
     def finish(self) -> PromptSet:
         """Make everything durable and give the folder its name; a set that is there already is left as it is."""
         prompt_set = PromptSet(
-            fingerprint=self._digest.hexdigest(),
+            fingerprint=self.fingerprint,
             source=self._source,
             read=self.accepted + self.rejected,
             accepted=self.accepted,

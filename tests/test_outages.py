@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import redis
+import zstandard
 from harness.daemon import Daemon
 from harness.lone import Lone, LoneWorker, Wrapper, done_without_part, started_since, wrap
 from harness.processes import wait_until
@@ -652,3 +653,49 @@ def test_the_box_is_lost(
     assert_whole(parts, source, run.id)
     assert {name: parts.read(name) for name in there} == there
     assert len(started_since(server.request_log, source, now)) == ROWS - 8 * len(there)
+
+
+def cut(piece: Path) -> None:
+    piece.write_bytes(piece.read_bytes()[:-20])
+
+
+def take_from(piece: Path) -> None:
+    kept = zstandard.decompress(piece.read_bytes()).splitlines(keepends=True)[:-1]
+    piece.write_bytes(zstandard.compress(b"".join(kept)))
+
+
+def double(piece: Path) -> None:
+    shutil.copy(piece, piece.with_name("prompts-00001.jsonl.zst"))
+
+
+@pytest.mark.parametrize("damage", [cut, take_from, double, Path.unlink], ids=lambda damage: damage.__name__)
+def test_a_damaged_prompt_set_is_named_and_mended_by_enqueueing_again(
+    damage: Callable[[Path], None], folder: Path, valkey: Valkey, make_lone: Callable[..., Lone],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(loader, "DAMAGED_SECONDS", 0.5)
+    source = folder / "prompts.jsonl"
+    write_prompts(source, 16)
+    first = make_lone(valkey.url, "first")
+    run = first.register(source)
+    [piece] = first.store_folder.glob("sets/*/prompts-*")
+    whole = piece.read_bytes()
+    damage(piece)
+
+    second = make_lone(valkey.url, "second", store=f"file://{first.store_folder}")
+    with second.supplied():
+        worker = second.start()
+        wait_until(
+            lambda: read_status(second.ledger, second.settings).outages, "the damage is seen", failed=second.logs
+        )
+        [outage] = read_status(second.ledger, second.settings).outages
+        assert outage.what == f"prompt set {run.set.fingerprint[:12]}"
+        assert "in the store is damaged" in outage.why and outage.why.endswith("enqueue the file again to mend it")
+        assert list((second.work / "sets").glob("[!.]*")) == [], "half a set has got a name"
+        assert first.register(source) == run
+        assert [path.read_bytes() for path in piece.parent.glob("prompts-*")] == [whole]
+        second.wait_done(run)
+        wait_until(lambda: not read_status(second.ledger, second.settings).outages, "it is said to be over")
+        worker.signal(signal.SIGTERM)
+        assert worker.wait() == 0
+    assert_whole(FolderParts(first.store_folder), source, run.id)
