@@ -163,7 +163,7 @@ def test_a_daemon_that_can_write_nothing_starts_later_what_has_died(
 ) -> None:
     """A worker is killed while no file of the supervisor's may grow: the others go on, and so does it in the end."""
     daemon = make_daemon(servers=2, redis=valkey.url, server_flags=("--speed", "2", "--max-running-requests", "4"))
-    source = write_prompts(tmp_path / "prompts.jsonl", 400)
+    source = write_prompts(tmp_path / "prompts.jsonl", 200)
     run = daemon.enqueue(source)
     daemon.start().wait_for_processes(workers=2, servers=2)
     wait_until(
