@@ -152,6 +152,15 @@ class Server:
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError, TypeError):
             return Load()  # a server that cannot be asked is judged by its replies alone
 
+    async def info(self) -> dict[str, Any]:
+        """What the server says of its version and arguments; empty when it has no `/server_info`."""
+        try:
+            async with self._session.get(f"{self.url}/server_info", timeout=aiohttp.ClientTimeout(total=10)) as answer:
+                said = json.loads(await answer.read()) if answer.status == 200 else {}
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+            return {}
+        return said if isinstance(said, dict) else {}
+
     async def abort_all(self) -> None:
         """Ask the server to end all requests at once; each comes back with what it has so far.
 

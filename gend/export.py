@@ -33,6 +33,7 @@ import pyarrow.parquet as pq
 import gend
 from gend.chat_tokens import ChatTokenizer, Unstable
 from gend.errors import NotSound, SettingsError
+from gend.provenance import Engine, stored_engines
 from gend.records import Message, Prompt, PromptSet, Row, Run, Sampling
 from gend.runs import BestRows, listed_parts, read_parts, sound_rows, stored_rounds
 from gend.store import Store
@@ -70,7 +71,10 @@ class Shard(msgspec.Struct, frozen=True):
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """Where rows came from: a run or a round, with all that its rows were made with. `rows`: how many are from it."""
+    """Where rows came from: a run or a round, with all that its rows were made with. `rows`: how many are from it.
+
+    `engines`: what generated them; each row in a part names one.
+    """
 
     run: str
     rows: int
@@ -82,7 +86,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     gend_version: str
     created: str
     missing_batches: int
-    provenance: Any = None
+    engines: dict[str, Engine]
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,7 +201,6 @@ def _with_rounds(store: Store, runs: Sequence[Run]) -> list[Run]:
 
 
 def _source(store: Store, run: Run, rows: int, missing_batches: int) -> Source:
-    raw = store.get(f"runs/{run.id}/engine.json")
     return Source(
         run=run.id,
         rows=rows,
@@ -209,7 +212,7 @@ def _source(store: Store, run: Run, rows: int, missing_batches: int) -> Source:
         gend_version=run.gend_version,
         created=run.created,
         missing_batches=missing_batches,
-        provenance=msgspec.json.decode(raw) if raw else None,
+        engines=stored_engines(store, run),
     )
 
 

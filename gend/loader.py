@@ -12,6 +12,7 @@ In the store:
     sets/FINGERPRINT/set.json                       the PromptSet; written last
     runs/RUN/run.json                               the Run
     runs/RUN/control.json                           what people, or an alarm, decided about it: state and priority
+    runs/RUN/engines/ID.json                        what made the rows that name it (provenance.py)
     runs/RUN/parts/00000042.jsonl                   one part a batch
 """
 

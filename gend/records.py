@@ -125,6 +125,7 @@ class Row(msgspec.Struct, kw_only=True):
     `messages` is the whole conversation up to the last reply; the last reply is in reasoning_content, content and
     tool_calls. `seconds` is the time of the last attempt. `error` says why there is no reply, else null.
     `max_tokens` is there where the run's did not fit beside the prompt, and less was asked for.
+    `engine` names what made it (provenance.py); rows of a gend that did not know it yet have none.
     `prompt_token_ids` and `token_ids` are the server's own, of the last reply; without any, the keys are left out.
     """
 
@@ -144,6 +145,7 @@ class Row(msgspec.Struct, kw_only=True):
     server: str = ""
     seconds: float = 0.0
     error: str | None = None
+    engine: str | msgspec.UnsetType = msgspec.UNSET
     max_tokens: int | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from gend.hash_table import HashTable, hash64
+from gend.provenance import Engine, stored_engines
 from gend.records import Message, Prompt, Row, Run
 from gend.runs import BestRows, Part, decode_row, listed_parts, read_parts
 from gend.store import Store
@@ -53,6 +54,7 @@ class Repeats(msgspec.Struct, kw_only=True):
 class Report(msgspec.Struct, kw_only=True):
     """What `gend verify` found. `faults` and `doubts` describe the first MOST_SHOWN of `fault_count`, `doubt_count`.
 
+    `engines` counts rows by what made them (empty: they do not say), `made_with` says what that was.
     `best` and `best_from` count the best row of each prompt, over the run and its rounds, by verdict and by run.
     """
 
@@ -77,6 +79,8 @@ class Report(msgspec.Struct, kw_only=True):
     doubt_count: int = 0
     doubts: list[str] = []
     rounds: list["Report"] = []
+    engines: dict[str, int] = {}
+    made_with: dict[str, Engine] = {}
     best: dict[str, int] = {}
     best_from: dict[str, int] = {}
 
@@ -134,14 +138,14 @@ def verify(
         for part in read_parts(store, again, reading.listed(store)):
             for prompt, row in reading.read(count(part)):
                 best_rows.offer(prompt, row.verdict, source)
-        reports.append(reading.end())
+        reports.append(reading.end(stored_engines(store, again)))
     reading = _Reading(run, samples)
     for part in read_parts(store, run, reading.listed(store)):
         for prompt, row in reading.read(count(part)):
             verdict, source = best_rows.best(prompt, row.verdict, 0) if rounds else (row.verdict, 0)
             best[verdict] += 1
             best_from[names[source]] += 1
-    report = reading.end()
+    report = reading.end(stored_engines(store, run))
     report.rounds, report.best, report.best_from = reports, dict(best.most_common()), dict(best_from.most_common())
     report.sound = report.sound and all(again.fault_count == again.missing_batches for again in reports)
     return report
@@ -153,7 +157,7 @@ class _Reading:
     def __init__(self, run: Run, samples: Samples | None):
         self._run, self._samples = run, samples
         self._report = Report(run=run.id, prompts=run.set.accepted, batches=run.batches)
-        self._verdicts = Counter[str]()
+        self._verdicts, self._engines = Counter[str](), Counter[str]()
         # Exact, and no larger than the longest reply is long.
         self._replies, self._thoughts = Counter[int](), Counter[int]()
         self._answers = HashTable()
@@ -212,6 +216,7 @@ class _Reading:
         report, usage = self._report, row.usage
         report.rows += 1
         self._verdicts[row.verdict] += 1
+        self._engines[row.engine or ""] += 1
         report.prompt_tokens += usage.prompt_tokens
         report.completion_tokens += usage.completion_tokens
         report.reasoning_tokens += usage.reasoning_tokens
@@ -235,8 +240,13 @@ class _Reading:
         if before >= repeats.most:
             repeats.most, repeats.text = before + 1, answer[:200]
 
-    def end(self) -> Report:
+    def end(self, engines: dict[str, Engine]) -> Report:
         report = self._report
+        report.engines = dict(self._engines.most_common())
+        report.made_with = {name: engines[name] for name in report.engines if name in engines}
+        for name in report.engines.keys() - engines.keys() - {""}:
+            rows = report.engines[name]
+            report.doubt(f"runs/{self._run.id}/engines/{name}.json: not there: what made {rows:,} rows is not known")
         if self._prompts_digest.hexdigest() != self._run.set.fingerprint:
             report.fault(
                 f"sets/{self._run.set.fingerprint}: the stored prompts are not those that were registered "
@@ -305,6 +315,8 @@ def render(report: Report) -> str:
         f"tokens a reply:  {_percentiles(report.reply_lengths)}",
         f"tokens thinking: {_percentiles(report.thinking_lengths)}",
     ]
+    for name, engine in report.made_with.items():
+        lines.append(f"made with: {in_words(engine)}: {report.engines[name]:,} rows ({name})")
     if report.repeats.rows:
         lines.append(
             f"repeated answers: {report.repeats.rows:,} rows share {report.repeats.answers:,} answers; "
@@ -329,6 +341,14 @@ def shares(verdicts: dict[str, int]) -> str:
     """Counts by verdict in words, with their share."""
     rows = sum(verdicts.values())
     return ", ".join(f"{word} {count:,} ({count / rows:.1%})" for word, count in verdicts.items()) or "none"
+
+
+def in_words(engine: Engine) -> str:
+    """An engine in a few words."""
+    words = [f"{' '.join(engine.command)} {engine.version}".strip(), engine.model]
+    words += [f"revision {engine.revision[:12]}"] if engine.revision else []
+    words += [f"template {engine.template}"] if engine.template else []
+    return ", ".join(words)
 
 
 def _percentiles(lengths: Lengths) -> str:

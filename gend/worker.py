@@ -55,6 +55,7 @@ from gend.errors import (
 )
 from gend.guard import Guard, paused_by_alarm
 from gend.ledger import PRIORITIES, Control, Ledger, Offer, queue_name
+from gend.provenance import describe, keep, named, publish
 from gend.records import Batch, Message, Prompt, Reply, Row, Run, Usage, counts_of, part_key, row_seed
 from gend.rq_worker import Delivery, RQWorker
 from gend.slots import RETRY, Slots
@@ -126,6 +127,8 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._ready = asyncio.Event()
         self._pilot = Pilot(fixed=settings.work.in_flight, share=share)
+        self._engine = ""
+        self._published: set[tuple[str, str]] = set()  # (run, engine) that the store has
         self._faults = 0
         self._peers, self._started, self._looked = peers, self._loop.time(), asyncio.Event()
         self._rows_per_second = 0.0
@@ -180,6 +183,8 @@ class Worker:
             looked = True
             if part is None:
                 part = await self._make_part(run, batch, held, spool)
+                if part is not None:
+                    await self._say_what_made_it(run, part)
                 if part is None or not await self._patiently("store", self._store_threads, self.store.put, key, part):
                     continue  # somebody was faster, and may have cleared the spool: look at what is there
             elif await self._counts(part, batch) is None:
@@ -187,10 +192,19 @@ class Worker:
                 part = await self._make_part(run, batch, held, spool)
                 if part is None:
                     continue
+                await self._say_what_made_it(run, part)
                 await self._patiently("store", self._store_threads, self.store.replace, key, part)
             counts = await self._counts(part, batch)
         await self._patiently("redis", self._redis_thread, self.ledger.mark_done, run.id, batch.number, counts)
         await self._in_thread(self._disk_threads, spool.delete)
+
+    async def _say_what_made_it(self, run: Run, part: bytes) -> None:
+        """Before a part: the engines that its rows name, also those of other workers whose rows the spool had."""
+        new = {(run.id, engine) for engine in named(part)} - self._published
+        await self._patiently(
+            "store", self._store_threads, publish, self.settings.folder, self.store, run.id, [name for _, name in new]
+        )
+        self._published |= new
 
     async def _look(self, key: str, patient: bool) -> bytes | None:
         """The part of a batch, if it is there. Only who is `patient` waits for a store that is away: no GPU need idle,
@@ -273,7 +287,7 @@ class Worker:
         key, rank = suspect_key(run.id, prompt.id), self._rank(run.id)
         row = Row(
             id=prompt.id, run=run.id, batch=batch.number, messages=prompt.messages, tools=prompt.tools,
-            verdict=ERROR, server=str(self.number),
+            verdict=ERROR, server=str(self.number), engine=self._engine,
         )  # fmt: skip
         well = False
         try:
@@ -372,6 +386,9 @@ class Worker:
     async def _feed(self) -> None:
         """Take the next batch whenever fewer prompts wait than may become wanted at once."""
         await self._ready.wait()
+        engine = describe(self.settings, self.number, await self.server.info())
+        await self._patiently("disk", self._disk_threads, keep, self.settings.folder, engine)
+        self._engine = engine.id
         await self._looked.wait()
         while not self.draining.is_set():
             self.slots.changed.clear()

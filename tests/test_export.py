@@ -16,9 +16,11 @@ from harness import made_runs
 
 from gend import export as export_module
 from gend.cli import main
+from gend.config import Settings
 from gend.errors import NotSound, SettingsError
 from gend.export import ExportOptions, Manifest, export
-from gend.records import Prompt, Row, Run, part_key
+from gend.provenance import describe
+from gend.records import Prompt, Row, Run, Sampling, Usage, part_key
 from gend.store import FolderStore
 
 
@@ -59,7 +61,8 @@ CALLS = [{"id": "c1", "type": "function", "function": {"name": "add", "arguments
 
 def test_shards_and_manifest_say_the_same(store: FolderStore, out: Path) -> None:
     run = made_runs.add_run(store, made_runs.prompts(10))
-    store.replace(f"runs/{run.id}/engine.json", b'{"sglang": "0.5.17", "flags": ["--mem-fraction-static", "0.9"]}')
+    engine = describe(Settings(), 0, {"version": "0.5.17", "mem_fraction_static": 0.9})
+    store.replace(f"runs/{run.id}/engines/{engine.id}.json", msgspec.json.encode(engine))
     manifest = export(store, [run], out, ExportOptions(shard_rows=4))
     assert [(shard.name, shard.rows) for shard in manifest.shards] == [
         ("rows-00000.jsonl", 4),
@@ -73,7 +76,7 @@ def test_shards_and_manifest_say_the_same(store: FolderStore, out: Path) -> None
     assert msgspec.json.decode((out / "manifest.json").read_bytes(), type=Manifest) == manifest
     [source] = manifest.sources
     assert (source.run, source.model, source.sampling, source.set) == (run.id, run.model, run.sampling, run.set)
-    assert source.provenance["sglang"] == "0.5.17"
+    assert source.engines == {engine.id: engine}
     first = read(out, manifest)[0]
     assert first["id"] == "p0000000" and first["verdict"] == "ok" and first["run"] == run.id
     assert [message["role"] for message in first["messages"]] == ["user", "assistant"]
@@ -393,6 +396,84 @@ def test_tokens_by_the_chat_template_begin_where_the_model_began(store: FolderSt
         )
         assert asked.startswith("<|im_start|> user What is") and asked.endswith("<|im_start|> assistant <think>")
         assert made.startswith("Let me think about") and made.endswith(f"{calls} <|im_end|>".strip())
+
+
+# The logic of Qwen3's own template that matters here: thoughts before the last question are dropped, those after it
+# are kept, and without thinking an empty thought stands in the prompt.
+QWEN = """{%- set ns = namespace(last=0) %}
+{%- for message in messages %}{% if message.role == "user" %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == "assistant" and loop.index0 > ns.last and (loop.last or message.reasoning_content) %}
+{{- '<think>\\n' + (message.reasoning_content or '').strip('\\n') + '\\n</think>\\n\\n' }}
+{{- message.content.lstrip('\\n') }}
+{%- else %}
+{{- message.content }}
+{%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}"""
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_a_row_of_several_turns_trains_on_its_last_reply_as_the_template_shows_it(
+    thinking: bool, store: FolderStore, out: Path, model: Path
+) -> None:
+    """Earlier replies stand in the last one's prompt without their thoughts: not what was generated, so no target."""
+    (model / "chat_template.jinja").write_text(QWEN)
+    asked = [
+        Prompt(id=prompt.id, messages=prompt.messages, follow_ups=[{"role": "user", "content": "What is 1 ?"}])
+        for prompt in made_runs.prompts(4)
+    ]
+
+    def change(row: Row) -> Row:
+        thought = "Let me think" if thinking else None
+        earlier = {"role": "assistant", "content": "The answer", "reasoning_content": thought}
+        row.messages = [*row.messages, earlier, {"role": "user", "content": "What is 1 ?"}]
+        row.reasoning_content = "step by step" if thinking else None
+        row.content = "The answer made of 1 . The answer"
+        return row
+
+    sampling = Sampling(max_tokens=1000, thinking=thinking)
+    run = made_runs.add_run(store, asked, change=change, sampling=sampling)
+    manifest = export(store, [run], out, ExportOptions(form="tokens", tokenizer=model, min_loss_tokens=5))
+    assert manifest.rows == 4
+    import tokenizers
+
+    shown = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    for row in read(out, manifest):
+        begin = row["loss_mask"].index(1)
+        assert row["loss_mask"] == [0] * begin + [1] * (len(row["input_ids"]) - begin)
+        asked_for, made = (
+            shown.decode(ids, skip_special_tokens=False) for ids in (row["input_ids"][:begin], row["input_ids"][begin:])
+        )
+        start, nothing = "<|im_start|> assistant", "" if thinking else " <think> </think>"
+        assert asked_for.endswith(
+            f"{start} The answer <|im_end|> <|im_start|> user What is 1 ? <|im_end|> {start}{nothing}"
+        )
+        thought = "<think> step by step </think> " if thinking else ""
+        assert made == f"{thought}The answer made of 1 . The answer <|im_end|>"
+
+
+def test_the_servers_own_ids_of_several_turns_are_those_of_the_last(store: FolderStore, out: Path) -> None:
+    asked = [
+        Prompt(id=prompt.id, messages=prompt.messages, follow_ups=[{"role": "user", "content": "and?"}])
+        for prompt in made_runs.prompts(2)
+    ]
+
+    def change(row: Row) -> Row:
+        row.messages = [*row.messages, {"role": "assistant", "content": "4"}, {"role": "user", "content": "and?"}]
+        row.prompt_token_ids, row.token_ids = [1, 2, 3], list(range(100, 130))
+        row.usage = Usage(prompt_tokens=10, completion_tokens=400)  # of both turns
+        return row
+
+    run = made_runs.add_run(store, asked, change=change)
+    for row in read(out, export(store, [run], out, ExportOptions(form="tokens"))):
+        assert row["input_ids"] == [1, 2, 3, *range(100, 130)]
+        assert row["loss_mask"] == [0] * 3 + [1] * 30
 
 
 def test_a_template_that_rewrites_the_prompt_gives_no_mask(store: FolderStore, out: Path, model: Path) -> None:

@@ -29,7 +29,7 @@ LAYERS = {
         "model_shapes", "notify", "planner", "processes", "prompt_files", "prompts", "rq_worker", "server_command",
         "sets", "sglang_flags", "slots", "spool", "store", "valkey",
     },
-    "what several flows read": {"runs", "status"},
+    "what several flows read": {"provenance", "runs", "status"},
     "flows": {
         "demo", "doctor", "export", "guard", "loader", "logs", "metrics", "notices", "page", "plan", "report",
         "report_page", "retry", "row_samples", "rows", "screen", "supervisor", "tune", "worker",

@@ -496,7 +496,7 @@ class Server:
             {"model_path": args.model_path, "served_model_name": args.model_path, "context_length": args.context_length,
              "max_running_requests": args.max_running_asked, "host": args.host, "port": args.port, "status": "ready",
              "max_total_num_tokens": 377511, "max_req_input_len": args.context_length - 6, "reasoning_parser": "qwen3",
-             "version": "0.5.17", "internal_states": [inside]})  # fmt: skip
+             "version": args.version, "internal_states": [inside]})  # fmt: skip
 
     async def model_info(self, request: web.Request) -> web.Response:
         path = self.args.model_path
@@ -691,6 +691,7 @@ def main() -> None:
     parser.add_argument("--context-length", type=int, default=32768)
     parser.add_argument("--max-running-requests", dest="max_running_asked", type=int, default=256)
     parser.add_argument("--max-running-cap", type=int, default=4096, help="what the memory allows, whatever was asked")
+    parser.add_argument("--version", default="0.5.17", help="that it says it is")
     parser.add_argument("--mean-tokens", type=float, default=40)
     parser.add_argument("--speed", type=float, default=1.0, help="times as fast as real time")
     parser.add_argument("--load-seconds", type=float, default=0.0, help="nothing listens for so long")
