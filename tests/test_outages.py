@@ -382,7 +382,7 @@ def test_answers_of_the_store_are_lost(
     """It does what it was asked for, and the answer never comes: the second put finds the first one's part."""
     source = write_prompts(tmp_path / "prompts.jsonl", ROWS)
     run = on_s3.register(source)
-    s3.set(S3Fault("lose_answer", {"PutObject"}, times=4))
+    s3.set(S3Fault("lose_answer", {"PutObject"}, key="/parts/", times=4))
     with working(on_s3, run):
         pass
     assert_nothing_came_of_it(parts, server, source, run)
@@ -571,7 +571,7 @@ def test_told_to_stop_while_everything_is_away(
     lone = make_lone(redis, store=f"s3://{BUCKET}/{prefix}", endpoint=s3.endpoint)
     source = write_prompts(tmp_path / "prompts.jsonl", ROWS)
     run = lone.register(source)
-    s3.set(S3Fault("blackhole", {"PutObject"}))
+    s3.set(S3Fault("blackhole", {"PutObject"}, key="/parts/"))
     with lone.supplied():
         worker = lone.start(impatient)
         wait_until(lambda: any("/parts/" in key for key in s3.puts), "a part is on its way", failed=lone.logs)
