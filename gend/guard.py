@@ -86,7 +86,7 @@ class Guard:
                 await asyncio.wait_for(self._news.wait(), 1.0)
 
     async def ask_canaries(self, vouch_up_to_now: Callable[[], Callable[[bool], Any]]) -> None:
-        """Ask a canary whenever somebody waits for one, at most one a second, until one is wrong.
+        """Ask a canary whenever somebody waits for one, until one is wrong; of a busy server at most one a second.
 
         `vouch_up_to_now()` is called before each is asked and remembers where the rows end; what it gives is called
         with whether the answer was right. Raises ServerUnavailable.
@@ -107,7 +107,9 @@ class Guard:
                 self._good = ticket
             self._news.set()
             self._news = asyncio.Event()
-            await asyncio.sleep(1.0)
+            # At the end of a run parts, and rows made for others, wait for nothing but this.
+            busy = 2 * self._slots.in_flight > self._slots.limit
+            await asyncio.sleep(1.0 if busy else 0.1)
 
     async def answers(self) -> bool:
         """Whether the server, which has just failed somebody, answers anything at all; all who ask at once share it.
