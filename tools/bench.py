@@ -32,6 +32,7 @@ import psutil
 
 HERE = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
+GEND = [PYTHON, "-m", "gend"]
 KEYS = {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench-secret", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
@@ -52,6 +53,8 @@ SCENARIOS = [
     Scenario("large", 8, 256, 20000, 10, peers=["stream"], bar="0.95"),
     Scenario("kill", 4, 128, 4000, 20, kill=True, bar="0.93"),
     Scenario("instant", 2, 256, 10000, 1000, mean_tokens=100, peers=["stream"], bar="0.30 of stream"),
+    Scenario("growth", 2, 256, 1000000, 1000, mean_tokens=100, bar="flat within 10 %"),
+    Scenario("cpu", 8, 64, 4000, 1.66, bar="0.3 cores"),
 ]
 
 
@@ -60,6 +63,7 @@ def main() -> None:
     parser.add_argument("scenarios", nargs="*", help="which to run; all if none is named")
     parser.add_argument("--yardstick", type=Path, default=HERE.parent / "shared" / "yardstick")
     parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--whole", action="store_true", help="growth: the run of 1,000,000 rows to its end")
     parser.add_argument("--list", action="store_true")
     arguments = parser.parse_args()
     if arguments.list:
@@ -72,14 +76,18 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
     for scenario in SCENARIOS:
         if not arguments.scenarios or scenario.name in arguments.scenarios:
-            run(scenario, arguments.yardstick, [] if arguments.no_peers else scenario.peers)
+            run(scenario, arguments.yardstick, [] if arguments.no_peers else scenario.peers, arguments.whole)
 
 
-def run(scenario: Scenario, yardstick: Path, peers: list[str]) -> None:
+def run(scenario: Scenario, yardstick: Path, peers: list[str], whole: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="gend-bench-") as temporary:
         folder = Path(temporary)
+        if scenario.name == "growth":
+            return growth(scenario, yardstick, folder, whole)
         prompts = folder / "prompts.jsonl"
         subprocess.run([PYTHON, yardstick / "make_prompts.py", str(scenario.rows), str(prompts)], check=True)
+        if scenario.name == "cpu":
+            return cpu_at_fifteen(scenario, yardstick, prompts, folder)
         ideal = json.loads(
             subprocess.check_output(
                 [PYTHON, yardstick / "ideal.py", str(prompts), "--servers", str(scenario.servers), "--max-running",
@@ -132,6 +140,87 @@ def server_command(scenario: Scenario, yardstick: Path) -> list[str]:
 
 
 def run_gend(scenario: Scenario, yardstick: Path, prompts: Path, folder: Path) -> tuple[float, float, float]:
+    with running(scenario, yardstick, prompts, folder) as daemon:
+        started, killed, cpu, span, looks = time.monotonic(), False, 0.0, 0.0, 0
+        while True:
+            time.sleep(0.5)
+            looks += 1
+            stats = [stats for port in daemon.ports if (stats := ask(f"http://127.0.0.1:{port}/sim/stats"))]
+            # A server that was killed counts anew; the others have seen the whole span.
+            span = max([span, *(each["span_s"] for each in stats)])
+            cpu = max(cpu, cpu_seconds(daemon.process.pid))
+            if looks % 4:  # a look costs a quarter of a CPU second, which the servers need
+                continue
+            now = daemon.status()
+            if scenario.kill and not killed and time.monotonic() - started > 20:
+                killed = True
+                victim(daemon.process.pid, daemon.ports[1]).kill()
+            if now["runs"][0]["state"] == "finished":
+                break
+        wall = time.monotonic() - started
+        subprocess.run([*GEND, "verify", "bench"], env=daemon.environment, check=True, stdout=2)
+        return span, wall, cpu
+
+
+def growth(scenario: Scenario, yardstick: Path, folder: Path, whole: bool) -> None:
+    """Seconds a row in a small run and in a large one, from the first rows to the last (of 150,000, if not `whole`)."""
+    for rows in (10_000, 1_000_000):
+        prompts = folder / f"{rows}.jsonl"
+        subprocess.run([PYTHON, yardstick / "make_prompts.py", str(rows), str(prompts)], check=True)
+        (home := folder / str(rows)).mkdir()
+        with running(scenario, yardstick, prompts, home) as daemon:
+            # From the first part on: the start of the daemon is no row's fault.
+            marks = [(time.monotonic(), daemon.rows_done())]
+            wanted = 50_000
+            last = rows if whole else min(rows, 150_000)
+            while marks[-1][1] < last:
+                time.sleep(1.0)
+                done, now = daemon.rows_done(), time.monotonic()
+                if not marks[-1][1]:
+                    marks = [(now, done)]
+                elif done >= min(wanted, last):
+                    seconds = (now - marks[-1][0]) / (done - marks[-1][1])
+                    print(f"| growth | gend, run of {rows:,} | {marks[-1][1]:,} to {done:,} | "
+                          f"{seconds * 1e6:.0f} us a row |", flush=True)  # fmt: skip
+                    marks.append((now, done))
+                    wanted = done + 50_000
+
+
+def cpu_at_fifteen(scenario: Scenario, yardstick: Path, prompts: Path, folder: Path) -> None:
+    """Cores that gend takes beside eight servers which make 15 rows of 2,500 tokens a second together."""
+    with running(scenario, yardstick, prompts, folder) as daemon:
+        time.sleep(75.0)  # replies of all lengths are under way then
+        tokens, cpu, started = daemon.tokens(), cpu_seconds(daemon.process.pid), time.monotonic()
+        time.sleep(60.0)
+        seconds = time.monotonic() - started
+        rows = (daemon.tokens() - tokens) / scenario.mean_tokens / seconds
+        cores = (cpu_seconds(daemon.process.pid) - cpu) / seconds
+        print(f"| cpu | gend | {rows:.1f} rows/s | {cores:.2f} cores | bar {scenario.bar} |", flush=True)
+
+
+class Running:
+    """The daemon at work on the run `bench`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], ports: list[int], environment: dict[str, str], log: Path):
+        self.process, self.ports, self.environment, self.log = process, ports, environment, log
+
+    def status(self) -> dict[str, Any]:
+        if self.process.poll() is not None:
+            sys.exit(f"bench: gend ended:\n{self.log.read_text()[-3000:]}")
+        return dict(json.loads(subprocess.check_output([*GEND, "status", "--json"], env=self.environment)))
+
+    def rows_done(self) -> int:
+        return int(self.status()["runs"][0]["rows_done"])
+
+    def tokens(self) -> float:
+        return float(
+            sum(stats["tokens"] for port in self.ports if (stats := ask(f"http://127.0.0.1:{port}/sim/stats")))
+        )
+
+
+@contextlib.contextmanager
+def running(scenario: Scenario, yardstick: Path, prompts: Path, folder: Path) -> Iterator[Running]:
+    """A prompt set enqueued, and the daemon up with its servers for the block."""
     with s3_server(folder) as endpoint:
         base = free_ports(1)[0]
         config = folder / "config.toml"
@@ -141,43 +230,22 @@ def run_gend(scenario: Scenario, yardstick: Path, prompts: Path, folder: Path) -
             f'store = {{ url = "s3://gend/bench", endpoint = "{endpoint}" }}\nwork = {{ folder = "{folder}/state" }}\n'
         )
         environment = {**os.environ, **KEYS, "GEND_CONFIG": str(config), "PYTHONPATH": str(HERE)}
-        gend = [PYTHON, "-m", "gend"]
-        subprocess.run([*gend, "enqueue", str(prompts), "--name", "bench"], env=environment, check=True, stdout=2)
+        subprocess.run([*GEND, "enqueue", str(prompts), "--name", "bench"], env=environment, check=True, stdout=2)
         ports = [base + 10 * number for number in range(scenario.servers)]
-        with open(folder / "up.log", "wb") as log:
-            daemon = subprocess.Popen([*gend, "up"], env=environment, stdout=log, stderr=log)
+        log = folder / "up.log"
+        with open(log, "wb") as out:
+            process = subprocess.Popen([*GEND, "up"], env=environment, stdout=out, stderr=out)
         try:
             for port in ports:
                 try:
                     wait_for(f"http://127.0.0.1:{port}/sim/stats")
                 except SystemExit:
-                    print((folder / "up.log").read_text()[-3000:], file=sys.stderr)
+                    print(log.read_text()[-3000:], file=sys.stderr)
                     raise
-            started, killed, cpu, span, looks = time.monotonic(), False, 0.0, 0.0, 0
-            while True:
-                time.sleep(0.5)
-                looks += 1
-                stats = [stats for port in ports if (stats := ask(f"http://127.0.0.1:{port}/sim/stats"))]
-                # A server that was killed counts anew; the others have seen the whole span.
-                span = max([span, *(each["span_s"] for each in stats)])
-                cpu = max(cpu, cpu_seconds(daemon.pid))
-                if looks % 4:  # a look costs a quarter of a CPU second, which the servers need
-                    continue
-                now = json.loads(subprocess.check_output([*gend, "status", "--json"], env=environment))
-                done = now["runs"][0]["rows_done"]
-                if scenario.kill and not killed and time.monotonic() - started > 20:
-                    killed = True
-                    victim(daemon.pid, ports[1]).kill()
-                if now["runs"][0]["state"] == "finished":
-                    break
-                if daemon.poll() is not None:
-                    sys.exit(f"bench: gend ended at {done} rows:\n{(folder / 'up.log').read_text()[-3000:]}")
-            wall = time.monotonic() - started
-            subprocess.run([*gend, "verify", "bench"], env=environment, check=True, stdout=2)
-            return span, wall, cpu
+            yield Running(process, ports, environment, log)
         finally:
-            daemon.send_signal(signal.SIGTERM)
-            daemon.wait(60)
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
 
 
 def victim(pid: int, port: int) -> psutil.Process:
