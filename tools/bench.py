@@ -33,6 +33,14 @@ import psutil
 HERE = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
 GEND = [PYTHON, "-m", "gend"]
+LOADING = [
+    "sh", "-c",
+    'seen="$0/started-$(echo "$*" | cksum | tr -d " ")"; '
+    'if [ -e "$seen" ]; then sleep 1; else touch "$seen"; sleep 6; fi; exec "$@"',
+]  # fmt: skip
+"""A server loads for 6 s, so that its worker is there first, as beside real ones, which load for minutes. When it is
+started again it takes 1 s: 20 virtual seconds."""
+
 KEYS = {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench-secret", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
@@ -226,7 +234,7 @@ def running(scenario: Scenario, yardstick: Path, prompts: Path, folder: Path) ->
         config = folder / "config.toml"
         config.write_text(
             f'model = {{ path = "sim" }}\nservers = {{ count = {scenario.servers}, base_port = {base}, '
-            f"command = {json.dumps(server_command(scenario, yardstick))} }}\n"
+            f"command = {json.dumps([*LOADING, str(folder), *server_command(scenario, yardstick)])} }}\n"
             f'store = {{ url = "s3://gend/bench", endpoint = "{endpoint}" }}\nwork = {{ folder = "{folder}/state" }}\n'
         )
         environment = {**os.environ, **KEYS, "GEND_CONFIG": str(config), "PYTHONPATH": str(HERE)}
