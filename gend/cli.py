@@ -19,6 +19,7 @@ from gend.errors import GendError, SettingsError
 
 if TYPE_CHECKING:
     from gend.ledger import Ledger
+    from gend.loader import Registered
     from gend.records import Prompt, Run
     from gend.store import Store
 
@@ -131,7 +132,8 @@ def _end(number: int, frame: object) -> None:
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N prompts.")
 @click.option("--strict", is_flag=True, help="Refuse the whole set at the first line that is wrong.")
 @click.option("--priority", type=click.Choice(["high", "normal", "low"]), default="normal", show_default=True)
-@click.option("--set", "changes", multiple=True, metavar="KEY=VALUE", help="Sampling, e.g. --set temperature=0.6.")
+@click.option("--set", "changes", multiple=True, metavar="KEY=VALUE",
+              help="Sampling: temperature=0.6. Or verdicts.loop=1, alarm.bad=0.1: see config.toml.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print what was registered as JSON.")
 @click.pass_obj
 def enqueue(
@@ -154,12 +156,11 @@ def enqueue(
     The same prompts with the same model and sampling are the same run: enqueueing them again adds nothing.
     """
     from gend import loader
-    from gend.config import sampling_from
+    from gend.config import changed
     from gend.prompts import ReadOptions
     from gend.store import open_object
 
-    settings = context.settings
-    sampling = sampling_from(settings.sampling, list(changes))
+    settings = changed(context.settings, changes)
     options = ReadOptions(
         prompt_field=prompt_field,
         template=_template(template),
@@ -171,7 +172,7 @@ def enqueue(
     store = context.store(settings)
     store.check()
     try:
-        budget, why_not = loader.token_budget(settings, sampling), ""
+        budget, why_not = loader.token_budget(settings), ""
     except SettingsError as error:  # no harm: a prompt that is too long becomes a row that the server refused
         budget, why_not = None, str(error)
     with context.ledger(settings) as ledger:
@@ -179,7 +180,7 @@ def enqueue(
             remote = open_object(settings.store.endpoint, settings.store.region)
             prompt_set = loader.read_set(settings.folder, sources, options, remote, progress, budget)
         name = name or Path(sources[0].rstrip("/")).name.split(".")[0] or "stdin"
-        done = loader.register(settings, ledger, store, prompt_set, name, sampling, priority)
+        done = loader.register(settings, ledger, store, prompt_set, name, priority)
     if as_json:
         click.echo(msgspec.json.encode(done).decode())
         return
@@ -187,6 +188,7 @@ def enqueue(
         click.echo(f"run {done.run}: {done.prompts:,} prompts in {done.batches:,} batches")
     else:
         click.echo(f"run {done.run} is there already with these {done.prompts:,} prompts: nothing was added")
+    _say_what_it_keeps(done)
     if done.rejected:
         click.echo(f"{done.rejected:,} of {done.read:,} lines were rejected, each with its reason: {done.rejects_file}")
     if why_not:
@@ -333,7 +335,8 @@ def export(
 @main.command()
 @click.argument("run")
 @click.option("--verdict", "verdicts", required=True, metavar="V,...", help="Make the rows with these again.")
-@click.option("--set", "changes", multiple=True, metavar="KEY=VALUE", help="Sampling, e.g. --set max_tokens=32768.")
+@click.option("--set", "changes", multiple=True, metavar="KEY=VALUE",
+              help="Sampling: max_tokens=65536. Or verdicts.loop=1, alarm.length=1.0: see config.toml.")  # fmt: skip
 @click.option("--priority", type=click.Choice(["high", "normal", "low"]), default="normal", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print what was registered as JSON.")
 @click.pass_obj
@@ -353,16 +356,28 @@ def retry(context: Context, run: str, verdicts: str, changes: tuple[str, ...], p
     rounds = stored_rounds(store, found)
     again = next_round(settings, store, found, rounds, _verdicts(verdicts), list(changes))
     with context.ledger(settings) as ledger:
-        done = loader.register(
-            settings, ledger, store, again.set, again.name, again.sampling, priority, found.id, again.number
-        )
+        done = loader.register(again.settings, ledger, store, again.set, again.name, priority, found.id, again.number)
     if as_json:
         click.echo(msgspec.json.encode(done).decode())
         return
     click.echo(
         f"run {done.run}: round {again.number} of {found.id}, {done.prompts:,} prompts in {done.batches:,} batches"
     )
+    _say_what_it_keeps(done)
     click.echo("next: gend status")
+
+
+def _say_what_it_keeps(done: "Registered") -> None:
+    if done.verdicts_kept:
+        click.echo(
+            f"it was registered with other verdicts and keeps {', '.join(done.verdicts_kept)}; its bad rows are made "
+            f"again with other settings by: gend retry {done.run} --verdict V --set KEY=VALUE"
+        )
+    if done.alarm_kept:
+        click.echo(
+            f"it has another alarm and keeps {', '.join(done.alarm_kept)}; to change it: "
+            f"gend resume {done.run} --set alarm.KEY=VALUE"
+        )
 
 
 @main.command()
@@ -529,7 +544,7 @@ def tune(
     """
     import asyncio
 
-    from gend.config import sampling_from
+    from gend.config import changed
     from gend.plan import Forecast, Workload, write_config
     from gend.server_command import seats, visible_gpus
     from gend.supervisor import only_daemon
@@ -537,7 +552,7 @@ def tune(
     from gend.tune import tune as try_flags
 
     settings = context.settings
-    sampling = sampling_from(settings.sampling, list(changes))
+    sampling = changed(settings, changes, ["sampling"]).sampling
     sample = _sample(context, settings, prompts, limit)
     places = seats(settings, visible_gpus())
     own, size = _planned_flags(settings), settings.servers.gpus_per_server
@@ -638,8 +653,9 @@ def _sample(context: Context, settings: Settings, source: str, limit: int) -> li
     return found
 
 
-def _decide(context: Context, run: str, **changes: Any) -> None:
+def _decide(context: Context, run: str, alarm_changes: tuple[str, ...] = (), **changes: Any) -> None:
     from gend import loader
+    from gend.config import changed
 
     settings = context.settings
     store = context.store(settings)
@@ -648,7 +664,10 @@ def _decide(context: Context, run: str, **changes: Any) -> None:
         before = ledger.controls().get(found.id)
         if before is None:
             raise SettingsError(f"run {found.id} is in the store, but not in the ledger yet: start `gend up` once")
-        after = msgspec.structs.replace(before, **changes)
+        if alarm_changes:
+            as_before = msgspec.structs.replace(settings, alarm=before.alarm or settings.alarm)
+            changes["alarm"] = changed(as_before, alarm_changes, ["alarm"]).alarm
+        after = msgspec.structs.replace(before, examples=[], **changes)
         loader.control(ledger, store, found.id, after)
     click.echo(f"run {found.id}: {after.state}, priority {after.priority}")
 
@@ -664,10 +683,12 @@ def pause(context: Context, run: str) -> None:
 @main.command()
 @click.argument("run")
 @click.option("--priority", type=click.Choice(["high", "normal", "low"]), help="Give it another priority.")
+@click.option("--set", "changes", multiple=True, metavar="KEY=VALUE", help="Its alarm, e.g. --set alarm.bad=0.2.")
 @click.pass_obj
-def resume(context: Context, run: str, priority: str | None) -> None:
+def resume(context: Context, run: str, priority: str | None, changes: tuple[str, ...]) -> None:
     """Go on with a paused or cancelled RUN."""
-    _decide(context, run, state="active", reason="", drop=False, **({"priority": priority} if priority else {}))
+    new = {"priority": priority} if priority else {}
+    _decide(context, run, changes, state="active", reason="", drop=False, **new)
 
 
 @main.command()

@@ -5,17 +5,17 @@
 
 import os
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 
-from gend.errors import SettingsError
-from gend.records import Sampling
-from gend.verdict import AlarmLimits, Policy
+from gend.errors import SettingsError, unknown_key
+from gend.records import NotNegative, Sampling, Verdicts
+from gend.verdict import AlarmLimits
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
-NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Flag = str | int | float | bool | list[str]
 
@@ -68,10 +68,6 @@ class Work(_Section, frozen=True):
     token_ids: bool = False
 
 
-class AlarmSettings(AlarmLimits, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    action: Literal["pause", "warn", "off"] = "pause"
-
-
 class Cost(_Section, frozen=True):
     dollars_per_hour: Annotated[float, msgspec.Meta(ge=0)] = 44.0
 
@@ -92,8 +88,8 @@ class Settings(_Section, frozen=True):
     store: Store = Store()
     work: Work = Work()
     sampling: Sampling = Sampling()
-    verdicts: Policy = Policy()
-    alarm: AlarmSettings = AlarmSettings()
+    verdicts: Verdicts = Verdicts()
+    alarm: AlarmLimits = AlarmLimits()
     cost: Cost = Cost()
     page: Page = Page()
     notices: Notices = Notices()
@@ -156,21 +152,40 @@ def settings_from(raw: dict[str, Any], where: str) -> Settings:
     return settings
 
 
-def sampling_from(base: Sampling, changes: list[str]) -> Sampling:
-    """`base` with KEY=VALUE changes from the command line. Raises SettingsError for an unknown key or a bad value."""
-    values = msgspec.structs.asdict(base)
+def changed(
+    settings: Settings, changes: Sequence[str], sections: Sequence[str] = ("sampling", "verdicts", "alarm")
+) -> Settings:
+    """`settings` with KEY=VALUE changes from the command line, VALUE as in TOML or none.
+
+    A plain KEY is one of [sampling], SECTION.KEY is one of `sections`. Raises SettingsError for an unknown key or a bad
+    value.
+    """
+    known = [
+        field.name if section == "sampling" else f"{section}.{field.name}"
+        for section in sections
+        for field in msgspec.structs.fields(getattr(settings, section))
+    ]
     for change in changes:
-        key, equals, text = change.partition("=")
-        if not equals or key not in values:
-            raise SettingsError(f"--set {change}: {_unknown(key, list(values)) if equals else 'give KEY=VALUE'}")
+        name, equals, text = change.partition("=")
+        name = name.strip().removeprefix("sampling.")
+        if not equals or name not in known:
+            raise SettingsError(f"--set {change}: {unknown_key(name, known) if equals else 'give KEY=VALUE'}")
+        section, _, key = name.rpartition(".")
+        table = msgspec.structs.asdict(getattr(settings, section or "sampling"))
         try:
-            values[key] = None if text in ("none", "null") else tomllib.loads(f"v = {text}")["v"]
+            table[key] = None if text in ("none", "null") else tomllib.loads(f"v = {text}")["v"]
         except tomllib.TOMLDecodeError as error:
-            raise SettingsError(f"--set {change}: {text!r} is not a number, true, false or none") from error
-    try:
-        return msgspec.convert(values, Sampling)
-    except msgspec.ValidationError as error:
-        raise SettingsError(f"--set: {str(error).replace(' - at `$.', ': `')}") from error
+            if not isinstance(table[key], str):
+                raise SettingsError(
+                    f"--set {change}: {text!r} is not a number, true, false, none or {{KEY=VALUE, ...}}"
+                ) from error
+            table[key] = text
+        try:
+            made = msgspec.convert(table, type(getattr(settings, section or "sampling")))
+        except msgspec.ValidationError as error:
+            raise SettingsError(f"--set {change}: {str(error).partition(' - at `$')[0]}") from error
+        settings = msgspec.structs.replace(settings, **{section or "sampling": made})
+    return settings
 
 
 def _reject_unknown(raw: dict[str, Any], where: str) -> None:
@@ -178,16 +193,9 @@ def _reject_unknown(raw: dict[str, Any], where: str) -> None:
     sections: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(Settings)}
     for name, table in raw.items():
         if name not in sections:
-            raise SettingsError(f"{where}: {_unknown(name, list(sections))}")
+            raise SettingsError(f"{where}: {unknown_key(name, list(sections))}")
         if isinstance(table, dict):
             known = [field.name for field in msgspec.structs.fields(sections[name])]
             for key in table:
                 if key not in known:
-                    raise SettingsError(f"{where}: {name}.{_unknown(key, known)}")
-
-
-def _unknown(key: str, known: list[str]) -> str:
-    import difflib
-
-    near = difflib.get_close_matches(key, known, n=1)
-    return f"{key}: unknown key" + (f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}")
+                    raise SettingsError(f"{where}: {name}.{unknown_key(key, known)}")

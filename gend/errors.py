@@ -4,6 +4,9 @@ Every message says what is wrong and, after it, what to do. `exit_code` is what 
 1 the work is not sound, 2 wrong use or settings, 3 something needed is not reachable.
 """
 
+import difflib
+from collections.abc import Sequence
+
 
 class GendError(Exception):
     """Base of all errors that a person is meant to read without a traceback."""
@@ -79,3 +82,9 @@ class Draining(GendError):
 
 class Withdrawn(GendError):
     """This prompt need not wait here: offer it to all servers of the box, and take its row from whoever made it."""
+
+
+def unknown_key(key: str, known: Sequence[str]) -> str:
+    """What to say of a key that nobody knows: the known one that was probably meant, else all of them."""
+    near = [name for name in known if name.endswith(f".{key}")] or difflib.get_close_matches(key, known, n=1)
+    return f"{key}: unknown key" + (f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}")

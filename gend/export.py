@@ -34,7 +34,7 @@ import gend
 from gend.chat_tokens import ChatTokenizer, Unstable
 from gend.errors import NotSound, SettingsError
 from gend.provenance import Engine, stored_engines
-from gend.records import Message, Prompt, PromptSet, Row, Run, Sampling
+from gend.records import Message, Prompt, PromptSet, Row, Run, Sampling, Verdicts
 from gend.runs import BestRows, listed_parts, read_parts, sound_rows, stored_rounds
 from gend.store import Store
 from gend.verdict import OK
@@ -74,6 +74,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     """Where rows came from: a run or a round, with all that its rows were made with. `rows`: how many are from it.
 
     `engines`: what generated them; each row in a part names one.
+    `changed`: how many of those were made in a retry with another sampling than the run's, by what was changed (JSON).
     """
 
     run: str
@@ -82,6 +83,8 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     round: int
     model: str
     sampling: Sampling
+    verdicts: Verdicts
+    changed: dict[str, int]
     set: PromptSet
     gend_version: str
     created: str
@@ -166,7 +169,7 @@ def export(
                     tally.left_out["loss mask nearly empty"] += 1
                     tally.first_thin = tally.first_thin or f"{run.id}, row {row.id!r}: {error}"
                     continue
-                tally.add(record, source)
+                tally.add(record, row, source)
                 shards.add(record)
         shards.end()
         tally.check(options)
@@ -180,7 +183,7 @@ def export(
             left_out=dict(tally.left_out.most_common()),
             validator_flags=tally.validator_flags() if options.form == "specforge" else [],
             sources=[
-                _source(store, run, tally.by_source[number], run.batches - len(parts))
+                _source(store, run, tally, number, run.batches - len(parts))
                 for number, (run, parts) in enumerate(zip(sources, listed, strict=True))
             ],
             shards=shards.done,
@@ -200,14 +203,16 @@ def _with_rounds(store: Store, runs: Sequence[Run]) -> list[Run]:
     return list(named.values())
 
 
-def _source(store: Store, run: Run, rows: int, missing_batches: int) -> Source:
+def _source(store: Store, run: Run, tally: "_Tally", number: int, missing_batches: int) -> Source:
     return Source(
         run=run.id,
-        rows=rows,
+        rows=tally.by_source[number],
         round_of=run.round_of,
         round=run.round,
         model=run.model,
         sampling=run.sampling,
+        verdicts=run.verdicts,
+        changed={what: count for (source, what), count in tally.changed.most_common() if source == number},
         set=run.set,
         gend_version=run.gend_version,
         created=run.created,
@@ -222,11 +227,14 @@ class _Tally:
     def __init__(self) -> None:
         self.prompts = 0
         self.by_source, self.other_verdicts, self.left_out = Counter[int](), Counter[str](), Counter[str]()
+        self.changed = Counter[tuple[int, str]]()
         self.first_thin = ""
         self._all_have_thoughts = True
 
-    def add(self, record: Record, source: int) -> None:
+    def add(self, record: Record, row: Row, source: int) -> None:
         self.by_source[source] += 1
+        if row.changed:
+            self.changed[source, msgspec.json.encode(row.changed, order="sorted").decode()] += 1
         for turn in record.get("conversations", ()):
             if turn["role"] == "assistant" and not _filled(turn.get("reasoning_content")):
                 self._all_have_thoughts = False
@@ -317,7 +325,8 @@ def as_tokens(row: Row, run: Run, prompt: Prompt, tokenizer: ChatTokenizer | Non
         raise LeftOut("cut, and without the server's token ids: a template would end it")
     else:
         try:
-            asked, made = tokenizer.ids(row.messages, reply, row.tools, run.sampling.thinking)
+            thinking = (row.changed or {}).get("thinking", run.sampling.thinking)
+            asked, made = tokenizer.ids(row.messages, reply, row.tools, thinking)
         except Unstable as error:
             raise LeftOut(str(error)) from error
     if len(made) < min_loss_tokens:

@@ -13,20 +13,19 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
 from gend import canary
 from gend.blame import AT_A_SERVER, IN_THE_LANE, Suspicion, accuse
-from gend.config import Settings
 from gend.engine import Server
 from gend.errors import Draining, LedgerUnavailable, PromptRefused, ServerFault, ServerUnavailable
 from gend.ledger import Control, Ledger
 from gend.records import Reply, Row, Run
 from gend.slots import RETRY, Slots
-from gend.verdict import EMPTY, JUNK, LOOP, Alarm
+from gend.verdict import EMPTY, JUNK, LOOP, Alarm, AlarmLimits
 
 log = logging.getLogger("gend.worker")
 T = TypeVar("T")
@@ -36,13 +35,15 @@ CANARY_SECONDS = 120.0
 
 LANE_SECONDS = 10.0
 
+EXAMPLE_CHARS = 40
+"""Of a row that an alarm was raised over, `gend status` shows the beginning and the end, so much of each."""
+
 
 class Guard:
     """What one worker watches. `redis(call, *args)` runs a call of the ledger in the worker's Redis thread."""
 
     def __init__(
         self,
-        settings: Settings,
         name: str,
         server: Server,
         slots: Slots,
@@ -50,7 +51,7 @@ class Guard:
         redis: Callable[..., Any],
         draining: asyncio.Event,
     ):
-        self._settings, self._name, self._server, self._slots = settings, name, server, slots
+        self._name, self._server, self._slots = name, server, slots
         self._ledger, self._redis, self._draining = ledger, redis, draining
         self.suspects: dict[str, Suspicion] = {}
         self.wrong = ""  # why the server is not sane, once it is not
@@ -233,21 +234,34 @@ class Guard:
 
     # -- are the rows any good -----------------------------------------------------------------------------------
 
-    def alarm(self, run: Run, row: Row) -> str:
-        """Count a row of a run; why the run should not go on like this, or empty."""
-        settings = self._settings.alarm
-        if settings.action == "off" or (row.verdict == LOOP and row.finish_reason != "length"):
-            return ""  # a loop that ended by itself is an odd reply, not a broken one
+    def watch(self, limits: Mapping[str, AlarmLimits]) -> None:
+        """The limits of all runs that are active: once a second. After a pause, or with other limits, a run's alarm
+        begins anew."""
+        before = self._alarms
+        self._alarms = {
+            run: before[run] if run in before and before[run].limits == its else Alarm(its)
+            for run, its in limits.items()
+        }
+
+    def alarm(self, run: Run, row: Row) -> tuple[str, list[str]]:
+        """Count a row of a run; why the run should not go on like this, or empty, and three rows that show it."""
+        alarm = self._alarms.get(run.id)
+        if alarm is None or alarm.limits.action == "off" or (row.verdict == LOOP and row.finish_reason != "length"):
+            return "", []  # a loop that ended by itself is an odd reply, not a broken one
         if row.verdict in (JUNK, EMPTY):
             self._wanted.set()
-        alarm = self._alarms.setdefault(run.id, Alarm(settings))
-        alarm.add(row.verdict, f"{row.reasoning_content or ''}{row.content or ''}")
+        text = f"{row.reasoning_content or ''}{row.content or ''}"
+        said = text or row.error or ""
+        if len(said) > 2 * EXAMPLE_CHARS:
+            said = f"{said[:EXAMPLE_CHARS]} ... {said[-EXAMPLE_CHARS:]}"
+        # As Python writes it, so that no terminal obeys what a model has said.
+        alarm.add(row.verdict, text, f"{row.id} {row.verdict}: {said!r}")
         why = alarm.verdict(self._slots.in_flight)
         if why:
-            del self._alarms[run.id]  # after a resume, or a warning, it begins anew
-        return why or ""
+            self._alarms[run.id] = Alarm(alarm.limits)  # after a warning it begins anew
+        return why or "", alarm.examples
 
 
-def paused_by_alarm(before: Control, why: str) -> Control:
+def paused_by_alarm(before: Control, why: str, examples: list[str]) -> Control:
     """What an alarm makes of a run: paused, with what is in flight dropped."""
-    return msgspec.structs.replace(before, state="paused", reason=why, drop=True)
+    return msgspec.structs.replace(before, state="paused", reason=why, drop=True, examples=examples)

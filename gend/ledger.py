@@ -4,7 +4,7 @@
 |----------------------------|--------|-----------------------------------------------------------------------------|
 | gend:epoch                 | string | Redis' own run_id when the ledger was last brought to agree with the store  |
 | gend:runs                  | hash   | run id -> the run as JSON                                                   |
-| gend:control               | hash   | run id -> Control as JSON: state, priority, reason                          |
+| gend:control               | hash   | run id -> Control as JSON: state, priority, alarm, reason                   |
 | gend:run:ID:done           | set    | numbers of the batches that have a complete part in the store               |
 | gend:run:ID:leases         | zset   | batch number -> when its lease ends (ms, Redis' own clock); 0: given back   |
 | gend:run:ID:owners         | hash   | batch number -> claim, the name of who holds it                             |
@@ -47,6 +47,7 @@ from redis.retry import Retry
 from gend.blame import Suspicion
 from gend.errors import LedgerUnavailable, SettingsError
 from gend.records import Run
+from gend.verdict import AlarmLimits
 
 State = Literal["active", "paused", "cancelled"]
 Priority = Literal["high", "normal", "low"]
@@ -148,13 +149,16 @@ class Offer(msgspec.Struct, frozen=True):
 class Control(msgspec.Struct, frozen=True, kw_only=True):
     """What a person or an alarm decided about a run, and why; kept in the store too, so that it outlives Redis.
 
-    `drop`: what is in flight is dropped at once, rather than let to its end.
+    `drop`: what is in flight is dropped at once, rather than let to its end. `alarm`: when too many of its rows are
+    bad, None: as the config has it. `examples`: three of the rows that an alarm was raised over, for a person.
     """
 
     state: State = "active"
     priority: Priority = "normal"
     reason: str = ""
     drop: bool = False
+    alarm: AlarmLimits | None = None
+    examples: list[str] = []
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):

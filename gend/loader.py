@@ -11,7 +11,7 @@ In the store:
     sets/FINGERPRINT/rejects.jsonl                  the lines that were not accepted
     sets/FINGERPRINT/set.json                       the PromptSet; written last
     runs/RUN/run.json                               the Run
-    runs/RUN/control.json                           what people, or an alarm, decided about it: state and priority
+    runs/RUN/control.json                           what people, or an alarm, decided about it: state, priority, alarm
     runs/RUN/engines/ID.json                        what made the rows that name it (provenance.py)
     runs/RUN/parts/00000042.jsonl                   one part a batch
 """
@@ -36,10 +36,11 @@ from gend.errors import LedgerUnavailable, NotSound, SettingsError, StoreUnavail
 from gend.ledger import Control, Ledger, Priority
 from gend.model_files import find_model
 from gend.prompts import ReadOptions, Rejection, read_prompts
-from gend.records import PromptSet, Run, Sampling, counts_of, part_key, run_id, run_identity
+from gend.records import PromptSet, Run, Verdicts, counts_of, part_key, run_id, run_identity
 from gend.runs import listed_parts, stored_run
 from gend.spool import remove, spooled
 from gend.store import Store
+from gend.verdict import AlarmLimits
 
 log = logging.getLogger("gend.loader")
 
@@ -51,7 +52,11 @@ DAMAGED_SECONDS = 30.0  # until a prompt set that was damaged in the store is fe
 
 
 class Registered(msgspec.Struct, frozen=True, kw_only=True):
-    """What `gend enqueue` reports. `new` is False when the same run was there already."""
+    """What `gend enqueue` reports. `new` is False when the same run was there already.
+
+    That one keeps the verdicts and the alarm that it has: `verdicts_kept` and `alarm_kept` are those that differ from
+    what was asked for now, as KEY=VALUE of what it has.
+    """
 
     run: str
     new: bool
@@ -61,6 +66,8 @@ class Registered(msgspec.Struct, frozen=True, kw_only=True):
     batches: int
     rejects_file: str
     fingerprint: str
+    verdicts_kept: list[str] = []
+    alarm_kept: list[str] = []
 
 
 def read_set(
@@ -93,7 +100,7 @@ def read_set(
         return writer.finish()
 
 
-def token_budget(settings: Settings, sampling: Sampling) -> TokenBudget:
+def token_budget(settings: Settings) -> TokenBudget:
     """What tells prompts that are too long. Raises SettingsError with the reason why it cannot be told on this box."""
     model = settings.model.path
     folder = find_model(model, {**os.environ, **settings.servers.environment})
@@ -101,7 +108,7 @@ def token_budget(settings: Settings, sampling: Sampling) -> TokenBudget:
         raise SettingsError(f"{model} is not on this box")
     flags = {name.lstrip("-").replace("_", "-"): value for name, value in settings.servers.flags.items()}
     context = flags.get("context-length") or settings.model.context_length
-    return TokenBudget(folder, int(str(context)), sampling.thinking)
+    return TokenBudget(folder, int(str(context)), settings.sampling.thinking)
 
 
 def register(
@@ -110,13 +117,15 @@ def register(
     store: Store,
     prompt_set: PromptSet,
     name: str,
-    sampling: Sampling,
     priority: Priority,
     round_of: str | None = None,
     round: int = 0,
 ) -> Registered:
-    """Make a run of a prompt set and enqueue what is missing. Raises StoreUnavailable, LedgerUnavailable."""
-    identity = run_identity(prompt_set.fingerprint, settings.model.path, sampling)
+    """Make a run of a prompt set, with the settings' sampling, verdicts and alarm, and enqueue what is missing.
+
+    Raises StoreUnavailable, LedgerUnavailable.
+    """
+    identity = run_identity(prompt_set.fingerprint, settings.model.path, settings.sampling)
     known = next((run for run in ledger.runs().values() if run.id.endswith(f"-{identity}")), None)
     # The store knows it even where Redis was emptied: under a second name all its rows would be made twice.
     there = None if known else next((run for run in store.folders("runs/") if run.endswith(f"-{identity}")), None)
@@ -125,22 +134,25 @@ def register(
         name=name,
         set=prompt_set,
         model=settings.model.path,
-        sampling=sampling,
+        sampling=settings.sampling,
         batch_size=settings.work.batch_size,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
         gend_version=gend.__version__,
+        verdicts=settings.verdicts,
         round_of=round_of,
         round=round,
     )
     upload_set(settings.folder, store, prompt_set)
     if not store.put(f"runs/{run.id}/run.json", msgspec.json.encode(run)):
         run = stored_run(store, run.id)  # an earlier one: its batch size and all it was made with stand
-    control = Control(priority=priority)
-    store.put(f"runs/{run.id}/control.json", msgspec.json.encode(control))
+    control = Control(priority=priority, alarm=settings.alarm)
+    if not store.put(f"runs/{run.id}/control.json", msgspec.json.encode(control)):
+        control = stored_control(store, run)
     new = ledger.add_run(run, control)
     if new:
         ledger.add_done(run.id, parts_in_store(store, run))
         ledger.stock(run, JOBS_AHEAD)
+    alarm = ledger.controls().get(run.id, control).alarm or settings.alarm
     return Registered(
         run=run.id,
         new=new,
@@ -150,7 +162,15 @@ def register(
         batches=run.batches,
         rejects_file=str(sets.set_folder(settings.folder, prompt_set.fingerprint) / "rejects.jsonl"),
         fingerprint=prompt_set.fingerprint,
+        verdicts_kept=differences("verdicts", settings.verdicts, run.verdicts),
+        alarm_kept=differences("alarm", settings.alarm, alarm),
     )
+
+
+def differences(section: str, asked: Verdicts | AlarmLimits, there: Verdicts | AlarmLimits) -> list[str]:
+    """What the run that is there has otherwise than it was asked for, as KEY=VALUE of what it has."""
+    wanted, has = msgspec.structs.asdict(asked), msgspec.structs.asdict(there)
+    return [f"{section}.{key}={msgspec.json.encode(has[key]).decode()}" for key in wanted if wanted[key] != has[key]]
 
 
 def control(ledger: Ledger, store: Store, run: str, changed: Control) -> None:

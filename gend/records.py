@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from gend.errors import unknown_key
+
 Message = dict[str, Any]
 
 PART_NAME = re.compile(r"^(\d{8})\.jsonl$")
@@ -29,6 +31,68 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 32768
     thinking: bool | None = True
     seed: int = 7
+
+
+NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+Ratio = Annotated[float, msgspec.Meta(ge=0)]
+Retries = NotNegative | dict[str, int | float | bool | None]
+"""How often a row is tried again, each time with a new seed: a number; or a table of `retries` (1 if not there) and of
+keys of Sampling that are changed for it: `{"retries": 1, "max_tokens": 65536}`."""
+
+
+def often_and_changes(retries: Retries) -> tuple[Any, dict[str, Any]]:
+    """The two things that Retries says."""
+    if not isinstance(retries, dict):
+        return retries, {}
+    changes = {**retries}
+    return changes.pop("retries", 1), changes
+
+
+class Verdicts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the replies of a run are judged, and what is done about a bad one; no part of a run's identity.
+
+    First, by verdict, how a row is tried again (verdict.py: `next_attempt`, `badness`). Words that are not named are
+    never tried again for the row's sake: `ok` needs it not, `refused` and `poison` would come again, `abort` and
+    `error` are the server's fault and use up no attempt of the row.
+
+    Then the numbers behind the table in verdict.py. A share above 1 or a ratio of 0 turns its rule off.
+    `min_answer_chars` makes a shorter answer `empty`. Off by default, as "Yes." is right for some prompts; for prompts
+    that all ask for long answers without thinking it is the one rule on a single row that sees a stub.
+    `loop_*` are explained at verdict.py's `_loops`: `cut` for replies that ran to max_tokens, `stop` for others.
+    """
+
+    empty: Retries = 1
+    unclosed: Retries = 1
+    loop: Retries = 0  # it ran to max_tokens: one more try costs a dozen rows
+    junk: Retries = 1
+    no_thinking: Retries = 1
+    length: Retries = 0  # the same max_tokens would cut again
+
+    min_thought_chars: NotNegative = 8
+    min_answer_chars: NotNegative = 0
+    junk_symbol_share: Ratio = 0.9
+    junk_broken_share: Ratio = 0.05
+    junk_script_share: Ratio = 0.01
+    loop_ratio_cut: Ratio = 0.18
+    loop_share_cut: Ratio = 0.7
+    loop_ratio_stop: Ratio = 0.15
+    loop_share_stop: Ratio = 0.8
+
+    def __post_init__(self) -> None:
+        """Raises ValueError (msgspec: ValidationError) for a table that no attempt can be made with."""
+        for field in msgspec.structs.fields(self):
+            if isinstance(retries := getattr(self, field.name), dict):
+                often, changes = often_and_changes(retries)
+                sampling = msgspec.structs.asdict(Sampling())
+                for key, value in [("retries", often), *changes.items()]:
+                    if key not in ("retries", *sampling):
+                        raise ValueError(f"{field.name}: {unknown_key(key, ['retries', *sampling])}")
+                    try:
+                        msgspec.convert(value, NotNegative) if key == "retries" else msgspec.convert(
+                            {**sampling, key: value}, Sampling
+                        )
+                    except msgspec.ValidationError as error:
+                        raise ValueError(f"{field.name}: {key}: {str(error).partition(' - at ')[0]}") from error
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -59,6 +123,8 @@ class PromptSet(msgspec.Struct, frozen=True, kw_only=True):
 class Run(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt set with one model and one sampling setting, to be finished once.
 
+    `verdicts` are those it was registered with: a run that was registered before there were any has the defaults.
+
     A round makes some rows of another run again, `round_of`: its prompts are a subset, `round` counts from 1.
     Ids and fingerprints become folders, keys and queue names, so nothing that is read from outside may climb with them.
     """
@@ -71,6 +137,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     batch_size: Annotated[int, msgspec.Meta(ge=1)]
     created: str
     gend_version: str
+    verdicts: Verdicts = Verdicts()
     round_of: str | None = None
     round: int = 0
 
@@ -123,8 +190,9 @@ class Row(msgspec.Struct, kw_only=True):
     """One output line: exactly one for each prompt of a batch, a result or an error.
 
     `messages` is the whole conversation up to the last reply; the last reply is in reasoning_content, content and
-    tool_calls. `seconds` is the time of the last attempt. `error` says why there is no reply, else null.
-    `max_tokens` is there where the run's did not fit beside the prompt, and less was asked for.
+    tool_calls. `error` says why there is no reply, else null. `attempts` is how many were made; all else is of the one
+    that was kept: `seed`, `seconds`, and `changed`, its sampling where that was not the run's: {"max_tokens": 65536}.
+    `max_tokens` is there where what was to be asked for did not fit beside the prompt, and less was asked for.
     `engine` names what made it (provenance.py); rows of a gend that did not know it yet have none.
     `prompt_token_ids` and `token_ids` are the server's own, of the last reply; without any, the keys are left out.
     """
@@ -146,6 +214,7 @@ class Row(msgspec.Struct, kw_only=True):
     seconds: float = 0.0
     error: str | None = None
     engine: str | msgspec.UnsetType = msgspec.UNSET
+    changed: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
     max_tokens: int | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET

@@ -2,8 +2,9 @@
 
 A run is whole and sound when each batch has one part and nothing else lies beside them, each part has exactly one row
 for each of its prompts, in order, each row says what run and batch it belongs to and carries its prompt unchanged,
-every verdict is a known word, no row called `ok` lacks its answer, and the stored prompts are those that were
-registered (SHA-256). What is only strange, such as token counts that cannot be, is a doubt and no fault.
+every verdict is a known word, no row called `ok` lacks its answer, none was made with settings that the run's verdicts
+do not ask for, and the stored prompts are those that were registered (SHA-256). What is only strange, such as token
+counts that cannot be, is a doubt and no fault.
 
 The rounds in which rows were made again are read like the run itself. A round that is not finished is no fault of the
 run, whose own row then counts.
@@ -21,7 +22,7 @@ from gend.provenance import Engine, stored_engines
 from gend.records import Message, Prompt, Row, Run
 from gend.runs import BestRows, Part, decode_row, listed_parts, read_parts
 from gend.store import Store
-from gend.verdict import FAILED, LENGTH, OK, VERDICTS
+from gend.verdict import FAILED, LENGTH, OK, VERDICTS, next_attempt
 
 MOST_SHOWN = 20
 """So many faults and doubts are described; all are counted."""
@@ -198,7 +199,7 @@ class _Reading:
             self._count(row, line)
             if row.run != self._run.id or row.batch != part.batch.number:
                 report.fault(f"{where}: a row of {row.run}/{row.batch}")
-            if (lie := _lie(row)) is not None:
+            if (lie := _lie(row, self._run)) is not None:
                 report.fault(f"{where}: row {row.id!r} {lie}")
             if index < len(part.prompts):
                 prompt = _decode_prompt(part.prompts[index])
@@ -270,8 +271,8 @@ def prompt_unchanged(row: Row, prompt: Prompt) -> bool:
     return later == prompt.follow_ups or (row.error is not None and later == prompt.follow_ups[: len(later)])
 
 
-def _lie(row: Row) -> str | None:
-    """How a row's verdict contradicts the row itself, as far as a look tells it."""
+def _lie(row: Row, run: Run) -> str | None:
+    """How a row contradicts itself or its run, as far as a look tells it."""
     if row.verdict not in VERDICTS:
         return f"has the verdict {row.verdict!r}, which is no known word"
     if row.verdict == OK:
@@ -279,6 +280,8 @@ def _lie(row: Row) -> str | None:
             return "is called ok and has no answer"
         if row.finish_reason == "length" or row.error is not None:
             return f"is called ok, with finish_reason {row.finish_reason!r} and error {row.error!r}"
+    if row.changed and not any(row.changed == next_attempt(word, 0, run.verdicts) for word in VERDICTS):
+        return f"was made with {row.changed}, which the run's verdicts do not ask for"
     return None
 
 
@@ -295,8 +298,9 @@ def _doubt(row: Row, prompt: Prompt, run: Run) -> str | None:
         return f"has {text} bytes of reply, but {usage.completion_tokens} tokens to {usage.prompt_tokens} of prompt"
     if usage.reasoning_tokens > usage.completion_tokens:
         return f"has more thinking tokens ({usage.reasoning_tokens}) than tokens ({usage.completion_tokens})"
-    if usage.completion_tokens > turns * run.sampling.max_tokens:
-        return f"has {usage.completion_tokens} tokens, over max_tokens ({run.sampling.max_tokens}) for {turns} replies"
+    most = (row.changed or {}).get("max_tokens", run.sampling.max_tokens)
+    if usage.completion_tokens > turns * most:
+        return f"has {usage.completion_tokens} tokens, over max_tokens ({most}) for {turns} replies"
     # A token is at least a byte of text, but for the few that mark turns, thoughts and calls.
     if turns == 1 and not row.tool_calls and usage.completion_tokens > 2 * text + 64:
         return f"has {usage.completion_tokens} tokens, but only {text} bytes of text: text was lost on the way"

@@ -2,7 +2,8 @@
 
 A round is a run of its own: its prompt set is the subset of the run's prompts whose best row so far, over the run and
 its earlier rounds, has one of the verdicts. The prompts' lines are the same bytes, so that `BestRows` finds them again.
-It has another seed, or else the same replies could come again.
+It has another seed, or else the same replies could come again; else it has the run's sampling, verdicts and alarm, but
+for what is changed with --set.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,27 +11,27 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from gend import sets
-from gend.config import Settings, sampling_from
+from gend.config import Settings, changed
 from gend.errors import SettingsError
 from gend.ledger import Control
-from gend.records import PromptSet, Row, Run, Sampling
+from gend.records import PromptSet, Row, Run
 from gend.runs import BestRows, listed_parts, read_parts, sound_rows
 from gend.store import Store
 
 
 class Round(msgspec.Struct, frozen=True):
-    """What is to be registered as the next round of a run."""
+    """What is to be registered as the next round of a run. `settings` hold what is the run's too."""
 
     number: int
     name: str
     set: PromptSet
-    sampling: Sampling
+    settings: Settings
 
 
 def next_round(
     settings: Settings, store: Store, run: Run, rounds: Sequence[Run], verdicts: Sequence[str], changes: list[str]
 ) -> Round:
-    """The next round, its prompt set made on this box. `changes` are KEY=VALUE for its sampling.
+    """The next round, its prompt set made on this box. `changes` are KEY=VALUE.
 
     Raises SettingsError where there is nothing to do again, or where an earlier round is still at it.
     """
@@ -46,7 +47,13 @@ def next_round(
                 f"come: wait for it, or `gend cancel {again.id}`"
             )
     number = 1 + max((again.round for again in rounds), default=0)
-    sampling = sampling_from(run.sampling, [f"seed={run.sampling.seed + number}", *changes])
+    as_before = msgspec.structs.replace(
+        settings,
+        sampling=msgspec.structs.replace(run.sampling, seed=run.sampling.seed + number),
+        verdicts=run.verdicts,
+        alarm=_control(store, run).alarm or settings.alarm,
+    )
+    as_changed = changed(as_before, changes)
     best = BestRows()
     for source, again in enumerate(rounds, 1):
         for prompt, row in _rows(store, again):
@@ -57,7 +64,7 @@ def next_round(
                 writer.accept(prompt)
         if not writer.accepted:
             raise SettingsError(f"run {run.id}: no prompt's best row is {' or '.join(verdicts)}; see `gend verify`")
-        return Round(number, f"{run.name}-round-{number}", writer.finish(), sampling)
+        return Round(number, f"{run.name}-round-{number}", writer.finish(), as_changed)
 
 
 def _rows(store: Store, run: Run) -> Iterator[tuple[bytes, Row]]:

@@ -122,7 +122,8 @@ def show(row: Row, width: int, colour: bool, full: bool = False) -> str:
     usage = row.usage
     facts = [f"{usage.completion_tokens:,} tokens", f"{usage.reasoning_tokens:,} of thought", f"{row.seconds:.1f} s"]
     facts += [f"server {row.server}", f"batch {row.batch}", f"ended by {row.finish_reason or 'nothing'}"]
-    facts += [f"attempt {row.attempts}"] if row.attempts > 1 else []
+    facts += [f"{row.attempts} attempts"] if row.attempts > 1 else []
+    facts += [f"made with {name} {value}" for name, value in (row.changed or {}).items()]
     lines = [f"{paint(plain(row.id), 'bold')}  {paint(plain(row.verdict), tone, 'bold')}"]
     lines += [paint(line, "dim") for line in textwrap.wrap(plain(", ".join(facts)), width)]
 

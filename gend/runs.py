@@ -15,7 +15,7 @@ from gend.errors import NotSound
 from gend.hash_table import HashTable, hash64
 from gend.records import PART_NAME, Batch, Row, Run, part_key
 from gend.store import Store
-from gend.verdict import ERROR, LENGTH, OK, VERDICTS
+from gend.verdict import ERROR, VERDICTS, badness
 
 READERS = 4
 """So many parts are fetched at once: a store answers slowly, and a thread that waits costs nothing."""
@@ -188,9 +188,6 @@ class BestRows:
 
 
 def _packed(verdict: str, source: int) -> int:
-    # The rank counts most, then the run; the word itself only rides along.
+    # Badness counts most, then the run; the word itself only rides along.
     word = VERDICTS.index(verdict) if verdict in VERDICTS else VERDICTS.index(ERROR)
-    return _RANKS.get(verdict, len(_RANKS)) << 24 | source << 8 | word
-
-
-_RANKS = {OK: 0, LENGTH: 1}
+    return badness(verdict) << 24 | source << 8 | word

@@ -152,6 +152,8 @@ class _Screen:
         if run.rejected:
             words.append(f"{run.rejected:,} input lines rejected")
         yield from self.wrapped("  " + "; ".join(words), indent="  ")
+        for example in run.examples:
+            yield self.paint(_CONTROL.sub(" ", f"  {example}")[: self.width], "dim")
 
     def bar(self, share: float, width: int) -> str:
         full = int(share * width)

@@ -75,7 +75,8 @@ class ServerStatus(msgspec.Struct, kw_only=True):
 
 
 class RunStatus(msgspec.Struct, kw_only=True):
-    """One run. `state` is active, paused, cancelled or finished; `reason` says why it is paused.
+    """One run. `state` is active, paused, cancelled or finished; `reason` says why it is paused, and `examples` shows
+    three rows where an alarm did it.
 
     `rows_done` counts rows whose part is in the store; verdicts, tokens and rates (over the last hour) are of those.
     `active_seconds` is how long the daemon was up with this run active, null where it never was since Redis was last
@@ -99,6 +100,7 @@ class RunStatus(msgspec.Struct, kw_only=True):
     eta_seconds: float | None = None
     active_seconds: float | None = None
     reason: str = ""
+    examples: list[str] = []
 
 
 class Estimate(msgspec.Struct, kw_only=True):
@@ -305,6 +307,7 @@ def _run(progress: Progress, minutes: list[Sample], up: dict[str, float]) -> Run
         completion_tokens=counts.get("completion_tokens", 0),
         active_seconds=up.get(f"run:{run.id}"),
         reason=progress.control.reason,
+        examples=progress.control.examples,
     )
     if status.state == "active":
         status.rows_per_second = rate(minutes, LONG_SECONDS, "runs", run.id, "rows")
@@ -470,7 +473,9 @@ def _warnings(status: Status, daemon: dict[str, Any] | None, page: dict[str, Any
         yield f"{outage.what} is away since {clock(outage.since, status.at)}: {outage.why}"
     for run in status.runs:
         if run.state == "paused":
-            yield f"{run.id} is paused: {run.reason or 'no reason given'}"
+            look = f"look with `gend rows {run.id}`, then " if run.examples else ""
+            more = ", with --set alarm.KEY=SHARE to allow more" if run.examples else ""
+            yield f"{run.id} is paused: {run.reason or 'no reason given'}; {look}`gend resume {run.id}`{more}"
     for server in status.servers:
         since = clock(server.since, status.at)
         if server.state in ("blocked", "backoff", "stopping") and server.last_error:

@@ -42,43 +42,21 @@ import re
 import zlib
 from collections import Counter, deque
 from math import log
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from unicodedata import category
 
 import msgspec
 
-from gend.records import Reply, Sampling
+from gend.records import Reply, Sampling, Verdicts, often_and_changes
 
 OK, LENGTH, EMPTY, UNCLOSED, LOOP, JUNK = "ok", "length", "empty", "unclosed", "loop", "junk"
 NO_THINKING, ABORT, REFUSED, POISON, ERROR = "no_thinking", "abort", "refused", "poison", "error"
 VERDICTS = (OK, LENGTH, EMPTY, UNCLOSED, LOOP, JUNK, NO_THINKING, ABORT, REFUSED, POISON, ERROR)
 """Every word that can be a row's verdict; the last three come from the worker, the others from `judge`."""
 
-NotNegative = Annotated[int, msgspec.Meta(ge=0)]
-Ratio = Annotated[float, msgspec.Meta(ge=0)]
 Limit = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
-
-class VerdictRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The numbers behind the table above, per run. A share above 1 or a ratio of 0 turns its rule off.
-
-    `min_answer_chars` makes a shorter answer `empty`. Off by default, as "Yes." is right for some prompts; for prompts
-    that all ask for long answers without thinking it is the one rule on a single row that sees a stub.
-    `loop_*` are explained at `_loops`: `cut` for replies that ran to max_tokens, `stop` for others.
-    """
-
-    min_thought_chars: NotNegative = 8
-    min_answer_chars: NotNegative = 0
-    junk_symbol_share: Ratio = 0.9
-    junk_broken_share: Ratio = 0.05
-    junk_script_share: Ratio = 0.01
-    loop_ratio_cut: Ratio = 0.18
-    loop_share_cut: Ratio = 0.7
-    loop_ratio_stop: Ratio = 0.15
-    loop_share_stop: Ratio = 0.8
-
-
-DEFAULT_RULES = VerdictRules()
+DEFAULT_VERDICTS = Verdicts()
 
 # Reasons that a model gives for its own end. A word that is not known here counts as an end by the server.
 _FINISHED = frozenset(("stop", "length", "tool_calls", "function_call"))
@@ -96,7 +74,7 @@ _WINDOW_BYTES = (512, 1024, 4096, 16384)
 _DEFLATE_BYTES = 32  # header, checksum and code tables: what even a single repeated word costs
 
 
-def judge(reply: Reply, sampling: Sampling, rules: VerdictRules = DEFAULT_RULES) -> str:
+def judge(reply: Reply, sampling: Sampling, rules: Verdicts = DEFAULT_VERDICTS) -> str:
     """The verdict on a reply: the first that fits of the table in this module's docstring.
 
     Token counts are the server's and can be wrong: they only ever choose between `unclosed` and `empty`. All rules but
@@ -128,7 +106,7 @@ def _blank(text: str) -> bool:
     return _BLANK.fullmatch(text.strip()) is not None
 
 
-def _is_junk(text: str, rules: VerdictRules) -> bool:
+def _is_junk(text: str, rules: Verdicts) -> bool:
     text = text.strip()
     tail = text[-1024:]
     if len(text) <= 1024 and not _ALPHANUMERIC.search(text):  # a longer one is found by its most frequent mark
@@ -144,7 +122,7 @@ def _is_junk(text: str, rules: VerdictRules) -> bool:
     return touches >= max(3, rules.junk_script_share * len(tail))
 
 
-def _loops(text: str, cut: bool, rules: VerdictRules) -> bool:
+def _loops(text: str, cut: bool, rules: Verdicts) -> bool:
     """Whether the end of `text` says the same over and over.
 
     It does if some tail of it (512 bytes for a passage of a few words, up to 16 kB for one of 5 kB) both
@@ -192,27 +170,21 @@ def _repeated_share(text: bytes, cut: bool) -> float:
     return 1 - len(set(zip(*(words[skip:] for skip in range(length)), strict=False))) / sequences
 
 
-class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How often a row with a verdict is tried again, each time with a new seed; after that it is kept as it is.
+def next_attempt(verdict: str, attempts: int, rules: Verdicts = DEFAULT_VERDICTS) -> dict[str, Any] | None:
+    """What to change in the run's sampling for one more attempt at a row; None: keep the best of those that were made.
 
-    Words that are not named are never tried again for the row's sake: `ok` needs it not, `refused` and `poison` would
-    come again, `abort` and `error` are the server's fault and use up no attempt of the row.
+    `verdict` is that on the last of `attempts`, the first one counted. Nothing to change is {}: only the seed is new.
     """
-
-    empty: NotNegative = 1
-    unclosed: NotNegative = 1
-    loop: NotNegative = 0  # it ran to max_tokens: one more try costs a dozen rows; `gend retry` can, when it is wanted
-    junk: NotNegative = 1
-    no_thinking: NotNegative = 1
-    length: NotNegative = 0  # the same max_tokens would cut again; `gend retry --set max_tokens=` gives more
+    often, changes = often_and_changes(getattr(rules, verdict, 0))
+    return changes if attempts <= often else None
 
 
-DEFAULT_POLICY = Policy()
+def badness(verdict: str) -> int:
+    """Of several rows of one prompt the one with the least is the best; of equal ones, the first.
 
-
-def retries_left(verdict: str, attempts: int, policy: Policy = DEFAULT_POLICY) -> bool:
-    """Whether a row with this verdict after `attempts` attempts (the first one counted) is to be tried again."""
-    return attempts <= getattr(policy, verdict, 0)
+    A cut reply is right as far as it goes. The others are bad in ways that nobody has weighed against each other.
+    """
+    return {OK: 0, LENGTH: 1}.get(verdict, 2)
 
 
 BAD = frozenset((EMPTY, UNCLOSED, LOOP, JUNK, NO_THINKING))
@@ -220,12 +192,14 @@ FAILED = frozenset((REFUSED, POISON, ERROR))
 
 
 class AlarmLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Which share of the last `window` replies is too much; 1.0 turns a limit off. No alarm before `minimum` replies.
+    """Which share of a run's last `window` rows at a server is too much, and what is done then: the run is paused, or
+    it is only said (`warn`). 1.0 turns a limit off. No alarm before `minimum` rows.
 
     `bad` is for empty, unclosed, loop, junk and no_thinking together, `failed` for refused, poison and error, `same`
     for the most frequent text: stubs that no rule for one row knows (turn it off for sets answered by yes or no).
     """
 
+    action: Literal["pause", "warn", "off"] = "pause"
     bad: Limit = 0.05
     length: Limit = 0.2
     failed: Limit = 0.2
@@ -256,42 +230,51 @@ class Alarm:
     """
 
     def __init__(self, limits: AlarmLimits = DEFAULT_LIMITS) -> None:
-        self._limits = limits
-        self._last: deque[tuple[str, int]] = deque()
+        self.limits = limits
+        self.examples: list[str] = []  # three of the rows that `verdict` complained about
+        self._last: deque[tuple[str, int, str]] = deque()
         self._verdicts: Counter[str] = Counter()
         self._texts: Counter[int] = Counter()
         self._seen = 0
 
-    def add(self, verdict: str, text: str = "") -> None:
-        """Count one reply, retried or not: a retry must not hide a sick server. `text` is its thought and answer."""
-        entry = (verdict, hash(text) if text else 0)
+    def add(self, verdict: str, text: str = "", example: str = "") -> None:
+        """Count one row. `text` is its thought and answer, `example` what a person shall be shown of it."""
+        entry = (verdict, hash(text) if text else 0, example)
         self._last.append(entry)
         self._count(entry, 1)
         self._seen += 1
-        if len(self._last) > self._limits.window:
+        if len(self._last) > self.limits.window:
             self._count(self._last.popleft(), -1)
 
     def verdict(self, in_flight: int = 0) -> str | None:
         """Why to pause, in words, or None. `in_flight` is how many requests of this run or server are open now."""
-        replies = len(self._last)
-        if replies < self._limits.minimum:
+        replies, limits = len(self._last), self.limits
+        if replies < limits.minimum:
             return None
-        first_wave = self._seen < 2 * self._limits.window
+        first_wave = self._seen < 2 * limits.window
         started = replies + (in_flight if first_wave else 0)
         groups = (
-            ("bad", sum(self._verdicts[word] for word in BAD), self._limits.bad),
-            ("cut by max_tokens", self._verdicts[LENGTH], self._limits.length),
-            ("refused or failed", sum(self._verdicts[word] for word in FAILED), self._limits.failed),
-            ("the same text", max(self._texts.values(), default=0), self._limits.same),
+            ("bad", "bad", BAD, limits.bad),
+            ("length", "cut by max_tokens", {LENGTH}, limits.length),
+            ("failed", "refused or failed", FAILED, limits.failed),
         )
-        for what, count, limit in groups:
+        for key, what, words, limit in groups:
+            count = sum(self._verdicts[word] for word in words)
             if _beyond_luck(count, started, limit):
-                words = ", ".join(f"{number} {word}" for word, number in self._verdicts.most_common() if number)
-                return f"{count} of the last {replies} replies are {what}, the limit is {limit:.0%} ({words})"
+                return self._complaint([one for one in self._last if one[0] in words], what, key, limit)
+        most = max(self._texts.values(), default=0)
+        if _beyond_luck(most, started, limits.same):
+            text = next(text for text, count in self._texts.items() if count == most)
+            return self._complaint([one for one in self._last if one[1] == text], "the same text", "same", limits.same)
         return None
 
-    def _count(self, entry: tuple[str, int], change: int) -> None:
-        verdict, text = entry
+    def _complaint(self, rows: list[tuple[str, int, str]], what: str, key: str, limit: float) -> str:
+        self.examples = [example for *_, example in rows[-3:]]
+        words = ", ".join(f"{number} {word}" for word, number in self._verdicts.most_common() if number)
+        return f"{len(rows)} of the last {len(self._last)} rows are {what}, alarm.{key} is {limit:g} ({words})"
+
+    def _count(self, entry: tuple[str, int, str], change: int) -> None:
+        verdict, text, _ = entry
         self._verdicts[verdict] += change
         if text:
             self._texts[text] += change

@@ -56,12 +56,12 @@ from gend.errors import (
 from gend.guard import Guard, paused_by_alarm
 from gend.ledger import PRIORITIES, Control, Ledger, Offer, queue_name
 from gend.provenance import describe, keep, named, publish
-from gend.records import Batch, Message, Prompt, Reply, Row, Run, Usage, counts_of, part_key, row_seed
+from gend.records import Batch, Message, Prompt, Reply, Row, Run, Sampling, Usage, counts_of, part_key, row_seed
 from gend.rq_worker import Delivery, RQWorker
 from gend.slots import RETRY, Slots
 from gend.spool import Spool
 from gend.store import Store, open_store
-from gend.verdict import ABORT, ERROR, LOOP, POISON, REFUSED, judge, retries_left
+from gend.verdict import ABORT, ERROR, POISON, REFUSED, AlarmLimits, badness, judge, next_attempt
 
 log = logging.getLogger("gend.worker")
 T = TypeVar("T")
@@ -141,7 +141,7 @@ class Worker:
         self._redis_thread = ThreadPoolExecutor(1, thread_name_prefix="redis")
         self._disk_threads = ThreadPoolExecutor(2, thread_name_prefix="disk")
         self._store_threads = ThreadPoolExecutor(8, thread_name_prefix="store")
-        self.guard = Guard(settings, name, server, self.slots, ledger, self._redis, self.draining)
+        self.guard = Guard(name, server, self.slots, ledger, self._redis, self.draining)
 
     # -- the life of a batch -------------------------------------------------------------------------------------
 
@@ -279,36 +279,45 @@ class Worker:
             spool.append(line)  # into the page cache: a matter of microseconds, and any kill leaves it there
         except DiskUnavailable:
             await self._patiently("disk", self._disk_threads, spool.append, line)
-        if why := self.guard.alarm(run, row):
-            await self._alarm(run, why)
+        why, examples = self.guard.alarm(run, row)
+        if why:
+            await self._alarm(run, why, examples)
 
     async def _generate(self, run: Run, batch: Batch, prompt: Prompt) -> Row:
-        """One prompt to one row: attempts with new seeds as the policy says; the machinery's faults use up none."""
+        """One prompt to one row: the best of as many attempts as the run's verdicts ask for."""
         key, rank = suspect_key(run.id, prompt.id), self._rank(run.id)
-        row = Row(
-            id=prompt.id, run=run.id, batch=batch.number, messages=prompt.messages, tools=prompt.tools,
-            verdict=ERROR, server=str(self.number), engine=self._engine,
-        )  # fmt: skip
+        rows: list[Row] = []
+        changes: dict[str, Any] | None = {}
         well = False
         try:
-            await self._attempt(run, prompt, row, key, rank)
+            while changes is not None:
+                sampling = msgspec.structs.replace(run.sampling, **changes)
+                row = Row(
+                    id=prompt.id, run=run.id, batch=batch.number, messages=prompt.messages, tools=prompt.tools,
+                    verdict=ERROR, seed=row_seed(sampling.seed, prompt.id, len(rows)), server=str(self.number),
+                    engine=self._engine, changed=changes or msgspec.UNSET,
+                )  # fmt: skip
+                await self._attempt(run, prompt, row, sampling, key, RETRY if rows else rank)
+                rows.append(row)
+                changes = next_attempt(row.verdict, len(rows), run.verdicts)
             well = True
         finally:
             await self.guard.ended(key, well)
-        return row
+        best = min(rows, key=lambda row: badness(row.verdict))  # of equal ones the first
+        best.attempts = len(rows)
+        return best
 
-    async def _attempt(self, run: Run, prompt: Prompt, row: Row, key: str, rank: int) -> None:
-        attempts = blames = 0
-        pause = 0.5
+    async def _attempt(self, run: Run, prompt: Prompt, row: Row, sampling: Sampling, key: str, rank: int) -> None:
+        """One attempt at a row, which it fills; the machinery's faults do not end it."""
+        blames, pause = 0, 0.5
         while True:
             if why := self.guard.poison(key):
                 row.verdict, row.error = POISON, why
                 return
-            async with self.guard.place(key, RETRY if attempts + blames else rank, run.id):
-                row.attempts, row.seed = attempts + 1, row_seed(run.sampling.seed, prompt.id, attempts)
+            async with self.guard.place(key, RETRY if blames else rank, run.id):
                 started = time.monotonic()
                 try:
-                    reply = await self._converse(run, prompt, row)
+                    reply = await self._converse(prompt, row, sampling)
                 except PromptRefused as error:
                     row.verdict, row.error = REFUSED, str(error)
                     return
@@ -322,12 +331,9 @@ class Worker:
                 else:
                     self.guard.lives(key)
                     row.seconds = round(time.monotonic() - started, 3)
-                    row.verdict = judge(reply, run.sampling)
+                    row.verdict = judge(reply, sampling, run.verdicts)
                     if row.verdict != ABORT:
-                        attempts += 1
-                        if not self._again(row, attempts):
-                            return
-                        continue
+                        return
                     fault = "the server aborted the request"
             # The machinery failed, and a row fails only for its own sake: it is blamed only when the server answers
             # something else right after.
@@ -340,20 +346,15 @@ class Worker:
             await asyncio.sleep(pause)
             pause = min(pause * 2, 30.0)
 
-    def _again(self, row: Row, attempts: int) -> bool:
-        # A loop that ended by itself is an odd reply, not a broken one: kept, and for `gend retry` to make again.
-        ended = row.verdict == LOOP and row.finish_reason != "length"
-        return not ended and retries_left(row.verdict, attempts, self.settings.verdicts)
-
-    async def _converse(self, run: Run, prompt: Prompt, row: Row) -> Reply:
+    async def _converse(self, prompt: Prompt, row: Row, sampling: Sampling) -> Reply:
         """Ask the prompt, then each follow-up with the replies so far as context; fills the row."""
         messages = list(prompt.messages)
-        reply = await self._ask(run, prompt, row, messages, prompt.prefix)
+        reply = await self._ask(prompt, row, sampling, messages, prompt.prefix)
         usage = reply.usage
         for follow_up in prompt.follow_ups:
             turn = {"role": "assistant", "content": reply.content, "reasoning_content": reply.reasoning_content}
             messages += [{name: value for name, value in turn.items() if value is not None}, follow_up]
-            reply = await self._ask(run, prompt, row, messages)
+            reply = await self._ask(prompt, row, sampling, messages)
             usage = Usage(*(a + b for a, b in zip(_tokens(usage), _tokens(reply.usage), strict=True)))
         row.messages, row.usage = messages, usage
         row.content, row.reasoning_content = reply.content, reply.reasoning_content
@@ -365,10 +366,9 @@ class Worker:
         return reply
 
     async def _ask(
-        self, run: Run, prompt: Prompt, row: Row, messages: list[Message], prefix: str | None = None
+        self, prompt: Prompt, row: Row, sampling: Sampling, messages: list[Message], prefix: str | None = None
     ) -> Reply:
-        """One reply; where the run's max_tokens does not fit beside the prompt, with as many as do."""
-        sampling = run.sampling
+        """One reply; where max_tokens does not fit beside the prompt, with as many as do."""
         for _ in range(3):  # the first refusal may only name the context, and the second what the prompt leaves of it
             try:
                 return await self.server.chat(
@@ -546,8 +546,8 @@ class Worker:
         """Keep runs, suspects and what was decided about runs fresh; stop what is not to be done any more."""
         while True:
             try:
-                runs, controls = await self._redis(self.ledger.runs), await self._redis(self.ledger.controls)
                 await self.guard.look_at_suspects()
+                runs, controls = await self._redis(self.ledger.runs), await self._redis(self.ledger.controls)
             except LedgerUnavailable as error:
                 self._away("redis", error)
             else:
@@ -556,6 +556,7 @@ class Worker:
                     if name in self.runs or sets.present(self.settings.folder, run.set.fingerprint)
                 }  # fmt: skip
                 self.controls = controls
+                self.guard.watch({run: self._alarm_of(run) for run in self._active()})
                 self._stop_what_is_stopped()
                 with contextlib.suppress(LedgerUnavailable):
                     # At the start the others have not said yet that they are there.
@@ -573,23 +574,31 @@ class Worker:
                 if control.drop:
                     held.task.cancel()
 
-    async def _alarm(self, run: Run, why: str) -> None:
+    def _alarm_of(self, run: str) -> AlarmLimits:
+        return self.controls.get(run, Control()).alarm or self.settings.alarm
+
+    async def _alarm(self, run: Run, why: str, examples: list[str]) -> None:
         """Too many rows of this run are bad: pause it, or only say so."""
         log.error("run %s, server %d: %s", run.id, self.number, why)
         with contextlib.suppress(LedgerUnavailable):
             await self._redis(self.ledger.event, "alarm", f"run {run.id}, server {self.number}: {why}", True)
-        if self.settings.alarm.action == "pause" and run.id in self._active():
-            paused = paused_by_alarm(self.controls.get(run.id, Control()), f"alarm, server {self.number}: {why}")
-            self.controls[run.id] = paused
+        if self._alarm_of(run.id).action == "pause" and run.id in self._active():
+            before, why = self.controls.get(run.id, Control()), f"alarm, server {self.number}: {why}"
+            paused = paused_by_alarm(before, why, examples)
             # A task of its own: what is in flight is dropped now, and this row with it.
             recording = asyncio.create_task(self._record(run.id, paused))
             self._batches.add(recording)
             recording.add_done_callback(self._batch_ended)
-            self._stop_what_is_stopped()
+            self._stop_by_alarm(run.id, paused)
+
+    def _stop_by_alarm(self, run: str, paused: Control) -> None:
+        self.controls[run] = paused
+        self._stop_what_is_stopped()
 
     async def _record(self, run: str, paused: Control) -> None:
         """Let everybody know, and the store keep, that an alarm has paused a run."""
         await self._patiently("redis", self._redis_thread, self.ledger.set_control, run, paused)
+        self._stop_by_alarm(run, paused)  # once more: the ledger may have been read before that
         key, body = f"runs/{run}/control.json", msgspec.json.encode(paused)
         await self._patiently("store", self._store_threads, self.store.replace, key, body)
 

@@ -113,7 +113,7 @@ def test_the_context_is_read_as_sglang_reads_it(folder: Path, config: dict[str, 
 def test_settings_go_before_the_models_own_context(model: Path) -> None:
     def context(**sections: Any) -> int:
         sections["model"] = {"path": str(model), **sections.get("model", {})}
-        return loader.token_budget(settings_from(sections, "test"), Sampling()).context
+        return loader.token_budget(settings_from(sections, "test")).context
 
     assert context() == CONTEXT
     assert context(model={"context_length": 500}) == 500

@@ -20,7 +20,7 @@ from gend.config import Settings
 from gend.errors import NotSound, SettingsError
 from gend.export import ExportOptions, Manifest, export
 from gend.provenance import describe
-from gend.records import Prompt, Row, Run, Sampling, Usage, part_key
+from gend.records import Prompt, Row, Run, Sampling, Usage, Verdicts, part_key
 from gend.store import FolderStore
 
 
@@ -81,6 +81,18 @@ def test_shards_and_manifest_say_the_same(store: FolderStore, out: Path) -> None
     assert first["id"] == "p0000000" and first["verdict"] == "ok" and first["run"] == run.id
     assert [message["role"] for message in first["messages"]] == ["user", "assistant"]
     assert first["messages"][-1]["reasoning_content"].startswith("Let me think about p0000000")
+
+
+def test_the_manifest_says_which_rows_were_made_with_other_settings(store: FolderStore, out: Path) -> None:
+    more = {"top_k": 5, "max_tokens": 5000}
+
+    def change(row: Row, number: int) -> None:
+        row.changed = more if number % 3 == 0 else msgspec.UNSET
+
+    rules = Verdicts(length={"retries": 1, **more})
+    run = made_runs.add_run(store, made_runs.prompts(10), change=by_number(change), verdicts=rules)
+    [source] = export(store, [run], out, ExportOptions()).sources
+    assert (source.verdicts, source.changed) == (rules, {'{"max_tokens":5000,"top_k":5}': 4})
 
 
 def test_parquet_holds_the_same_rows_as_jsonl(store: FolderStore, out: Path, folder: Path) -> None:
@@ -474,6 +486,27 @@ def test_the_servers_own_ids_of_several_turns_are_those_of_the_last(store: Folde
     for row in read(out, export(store, [run], out, ExportOptions(form="tokens"))):
         assert row["input_ids"] == [1, 2, 3, *range(100, 130)]
         assert row["loss_mask"] == [0] * 3 + [1] * 30
+
+
+def test_a_row_that_a_retry_made_without_thinking_is_rendered_so(store: FolderStore, out: Path, model: Path) -> None:
+    (model / "chat_template.jinja").write_text(
+        "{{ 'think' if enable_thinking else 'answer' }} "
+        "{% if not add_generation_prompt %}{{ messages[-1].content }}{% endif %}"
+    )
+
+    def change(row: Row, number: int) -> None:
+        row.usage = Usage(1, 6, 0)
+        row.changed = {"thinking": False} if number == 1 else msgspec.UNSET
+
+    run = made_runs.add_run(
+        store, made_runs.prompts(2), change=by_number(change), verdicts=Verdicts(loop={"thinking": False})
+    )
+    import tokenizers
+
+    shown = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    options = ExportOptions(form="tokens", tokenizer=model, min_loss_tokens=1)
+    rows = read(out, export(store, [run], out, options))
+    assert [shown.decode(row["input_ids"][:1]) for row in rows] == ["think", "answer"]
 
 
 def test_a_template_that_rewrites_the_prompt_gives_no_mask(store: FolderStore, out: Path, model: Path) -> None:

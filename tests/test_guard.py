@@ -9,23 +9,29 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from click.testing import CliRunner
 from harness.fake_server import digest
 from harness.lone import Lone
 from harness.processes import wait_until
-from harness.reader import FolderParts, assert_whole, read_request_log, write_prompts
+from harness.reader import FolderParts, assert_whole, read_parts, read_request_log, write_prompts
 from harness.services import FakeServer, Ports, Valkey, write_whole
 
 from gend import loader
 from gend.blame import AT_A_SERVER, Suspicion, accuse
 from gend.canary import knows, split_fault
+from gend.cli import main
 from gend.concurrency import FIRST_LIMIT, Pilot
 from gend.config import settings_from
 from gend.engine import Load
 from gend.errors import SettingsError
-from gend.records import Reply
+from gend.ledger import Control
+from gend.records import Reply, Verdicts, row_seed
+from gend.report import verify
 from gend.server_command import Seat, argv
 from gend.sglang_flags import fitting, known_flags
+from gend.verdict import AlarmLimits
 
 # ---- blame
 
@@ -277,4 +283,107 @@ def test_a_run_that_an_alarm_has_paused_stays_so_when_redis_is_emptied(
     lone.ledger.redis.flushall()
     loader.reconcile(lone.ledger, lone.store)
     assert lone.ledger.controls()[run.id] == control()
-    assert "replies are bad" in control().reason
+    assert "rows are bad" in control().reason
+
+
+RETRIED: dict[str, tuple[list[dict[str, Any]], str, int, dict[str, Any] | None]] = {
+    # how the server answers prompts with this text -> the row's verdict, its attempts, what the kept one was made with
+    "(mended)": ([{"mode": "null", "n": 1}], "ok", 2, {"max_tokens": 50_000}),
+    "(cut, then a loop)": ([{"mode": "null", "n": 1}, {"mode": "loop"}], "length", 2, None),
+    "(cut, then refused)": ([{"mode": "null", "n": 1}, {"mode": "http", "status": 400}], "length", 2, None),
+    "(empty, then cut)": ([{"mode": "empty", "n": 1}, {"mode": "null"}], "length", 2, None),
+    "(junk, then good)": ([{"mode": "junk", "n": 1}], "ok", 2, {"thinking": False, "temperature": 0.3}),
+    "(loops)": ([{"mode": "loop"}], "loop", 1, None),
+}
+
+
+def test_a_row_is_the_best_of_attempts_with_the_settings_that_the_verdict_asks_for(
+    folder: Path, server: FakeServer, valkey: Valkey, tmp_path: Path
+) -> None:
+    faults = [{**fault, "containing": text} for text, (faults, *_) in RETRIED.items() for fault in faults]
+    write_whole(server.mode_file, json.dumps(faults))
+    verdicts = {
+        "length": {"retries": 1, "max_tokens": 50_000},
+        "junk": {"thinking": False, "temperature": 0.3},
+        "min_thought_chars": 9,
+    }
+    lone = Lone(folder / "box", server.url, valkey.url, config={"sampling": {"max_tokens": 1500}, "verdicts": verdicts})
+    try:
+        source = write_prompts(tmp_path / "prompts.jsonl", len(RETRIED), containing=dict(enumerate(RETRIED)))
+        run = lone.register(source)
+        # The worker goes by what the run was registered with, whatever the config says by now.
+        lone.config.write_text(lone.config.read_text().replace("50000", "600"))
+        lone.finish(run)
+        seen = read_parts(FolderParts(lone.store_folder), source)
+        rows = [seen.rows[id] for id in seen.ids]
+        assert {
+            text: (row["verdict"], row["attempts"], row.get("changed")) for text, row in zip(RETRIED, rows, strict=True)
+        } == {text: tuple(worth) for text, (_, *worth) in RETRIED.items()}
+        mended, cut, _, after_empty, unthinking, _ = rows
+        assert mended["max_tokens"] == 32_768, "still clamped to the server's context"
+        assert "max_tokens" not in cut and cut["error"] is None and cut["content"] is None
+        assert [row["seed"] for row in (cut, after_empty)] == [
+            row_seed(run.sampling.seed, cut["id"], 0), row_seed(run.sampling.seed, after_empty["id"], 1)
+        ]  # fmt: skip
+        assert unthinking["reasoning_content"] is None
+        report = verify(lone.store, run)
+        assert report.sound, report.faults
+    finally:
+        lone.end()
+
+
+def test_an_alarm_shows_rows_and_can_be_changed_for_a_run(
+    folder: Path, server: FakeServer, valkey: Valkey, tmp_path: Path
+) -> None:
+    write_whole(server.mode_file, json.dumps([{"mode": "http", "status": 400, "containing": "Question"}]))
+    lone = Lone(folder / "box", server.url, valkey.url, config={"alarm": {"minimum": 10, "failed": 0.5}})
+    try:
+        run = lone.register(write_prompts(tmp_path / "prompts.jsonl", 200))
+
+        def gend(*words: str) -> str:
+            done = CliRunner().invoke(main, ["--config", str(lone.config), *words])
+            assert done.exit_code == 0, done.output
+            return done.stdout
+
+        with lone.supplied():
+            lone.wait_up(lone.start())
+            wait_until(lambda: lone.ledger.controls()[run.id].state == "paused", "the alarm", failed=lone.logs)
+            status = json.loads(gend("status", "--json"))
+            [shown] = status["runs"]
+            assert "rows are refused or failed, alarm.failed is 0.5" in shown["reason"]
+            assert len(shown["examples"]) == 3 and all(" refused: 'HTTP 400" in one for one in shown["examples"])
+            [warning] = [warning for warning in status["warnings"] if "is paused" in warning]
+            assert shown["reason"] in warning and f"`gend resume {run.id}`" in warning
+            assert shown["examples"][0] in gend("status")
+            gend("resume", run.id, "--set", "alarm.failed=1.0")
+            lone.wait_done(run)
+        decided = lone.ledger.controls()[run.id]
+        assert decided.alarm == AlarmLimits(minimum=10, failed=1.0) and decided.examples == []
+        assert msgspec.json.decode(lone.store.get(f"runs/{run.id}/control.json") or b"", type=Control) == decided
+    finally:
+        lone.end()
+
+
+def test_a_run_that_is_there_with_other_verdicts_is_not_silently_another(lone: Lone, tmp_path: Path) -> None:
+    source = write_prompts(tmp_path / "prompts.jsonl", 3)
+
+    def enqueue(*changes: str) -> str:
+        sets = [word for change in changes for word in ("--set", change)]
+        done = CliRunner().invoke(main, ["--config", str(lone.config), "enqueue", str(source), *sets])
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    first = enqueue("verdicts.loop={retries=1, top_k=5}", "alarm.bad=0.1")
+    [run] = lone.ledger.runs().values()
+    assert run.verdicts == Verdicts(loop={"retries": 1, "top_k": 5})
+    assert lone.ledger.controls()[run.id].alarm == AlarmLimits(bad=0.1)
+    assert "keeps" not in first
+    assert "keeps" not in enqueue("verdicts.loop={retries=1, top_k=5}", "alarm.bad=0.1")
+    again = enqueue()
+    assert 'keeps verdicts.loop={"retries":1,"top_k":5}' in again and "keeps alarm.bad=0.1" in again
+    assert f"gend retry {run.id}" in again and f"gend resume {run.id} --set alarm." in again
+    # Also where only the store remembers it.
+    lone.ledger.redis.flushdb()
+    assert "keeps verdicts.loop" in enqueue()
+    assert list(lone.ledger.runs().values()) == [run]
+    assert lone.ledger.controls()[run.id].alarm == AlarmLimits(bad=0.1)

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from gend.config import sampling_from
-from gend.records import PART_NAME, PromptSet, Run, Sampling, part_key, row_seed, run_id, run_identity
+from gend.config import Settings, changed
+from gend.records import PART_NAME, PromptSet, Run, Sampling, Verdicts, part_key, row_seed, run_id, run_identity
 
 
 def a_run(accepted: int, batch_size: int) -> Run:
@@ -46,13 +46,24 @@ def test_identity_changes_with_everything_that_changes_the_rows_and_nothing_else
     ]
     identities = [run_identity("a", "m", sampling), *others]
     assert len(set(identities)) == len(identities) >= 9
-    assert run_identity("a", "m", sampling_from(sampling, ["temperature=1"])) == identities[0]
+    assert run_identity("a", "m", changed(Settings(), ["temperature=1"]).sampling) == identities[0]
 
 
 def test_identity_is_what_it_was_when_runs_were_stored() -> None:
     """Another value would make every run that is in somebody's store a new one."""
     assert run_identity("0" * 64, "Qwen/Qwen3.6-27B", Sampling(max_tokens=16384)) == "3b46a65991ed"
     assert row_seed(7, "p0000042", 1) == 472597777
+
+
+def test_a_run_that_was_stored_before_runs_had_verdicts_has_the_defaults() -> None:
+    stored = msgspec.to_builtins(a_run(9, 8))
+    del stored["verdicts"]
+    assert msgspec.json.decode(msgspec.json.encode(stored), type=Run) == a_run(9, 8)
+    stored["verdicts"] = msgspec.to_builtins(Verdicts(loop={"retries": 1, "top_k": None, "temperature": 1.2}))
+    assert msgspec.convert(stored, Run).verdicts.loop == {"retries": 1, "top_k": None, "temperature": 1.2}
+    stored["verdicts"]["loop"]["whim"] = 1
+    with pytest.raises(msgspec.ValidationError, match="loop: whim: unknown key"):
+        msgspec.convert(stored, Run)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from harness.services import BUCKET, SeaweedFS
 from gend import config, runs
 from gend.cli import main
 from gend.errors import NotSound
-from gend.records import Row, Run, Usage, part_key
+from gend.records import Row, Run, Usage, Verdicts, part_key
 from gend.report import BINS, Samples, lengths, render, verify
 from gend.report_page import page
 from gend.store import FolderStore, open_store
@@ -50,12 +50,27 @@ def test_a_sound_run_is_sound_and_everything_in_it_is_counted(store: FolderStore
     assert "whole and sound" in render(report)
 
 
+def test_a_retry_with_more_tokens_may_have_them(store: FolderStore) -> None:
+    more = {"max_tokens": 5000}
+
+    def longer(row: Row) -> Row:
+        row.content, row.usage = "word " * 1000, Usage(12, 4000, 25)
+        row.changed = more if row.id == "p0000005" else msgspec.UNSET
+        return row
+
+    rules = Verdicts(length={"retries": 1, **more})
+    report = verify(store, made_runs.add_run(store, made_runs.prompts(10), change=longer, verdicts=rules))
+    assert report.sound, report.faults
+    assert report.doubt_count == 9, "all others are over the run's own max_tokens"
+
+
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
         (changed("verdict", "fine"), "no known word"),
         (changed("content", " \n"), "called ok and has no answer"),
         (changed("finish_reason", "length"), "called ok, with finish_reason 'length'"),
+        (changed("changed", {"top_k": 5}), "made with {'top_k': 5}, which the run's verdicts do not ask for"),
         (changed("run", "another-0123456789ab"), "a row of another-0123456789ab/1"),
         (changed("batch", 2), "/2"),
         (changed("id", "p0000004"), "row 'p0000004' where prompt 'p0000005' belongs"),

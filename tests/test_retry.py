@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 from harness import made_runs
@@ -12,10 +13,11 @@ from harness.services import Valkey
 from gend import config, sets
 from gend.cli import main
 from gend.errors import SettingsError
-from gend.records import Row, Run, Sampling
+from gend.records import Row, Run, Sampling, Verdicts
 from gend.retry import next_round
 from gend.runs import stored_rounds, stored_run
 from gend.store import FolderStore
+from gend.verdict import AlarmLimits
 
 WORDS = ("ok", "length", "loop", "ok", "empty")
 
@@ -44,8 +46,17 @@ def test_a_round_holds_the_same_lines_of_the_chosen_prompts(store: FolderStore, 
     assert sets.read_prompts(settings.folder, again.set.fingerprint, 0, 8) == [
         prompt for number, prompt in enumerate(asked) if number % 5 in (1, 2)
     ]
-    assert again.sampling == Sampling(max_tokens=32768, seed=run.sampling.seed + 1)
-    assert next_round(settings, store, run, [], ("loop",), ["seed=99"]).sampling.seed == 99
+    assert again.settings.sampling == Sampling(max_tokens=32768, seed=run.sampling.seed + 1)
+    assert next_round(settings, store, run, [], ("loop",), ["seed=99"]).settings.sampling.seed == 99
+
+
+def test_a_round_is_judged_and_watched_like_its_run(store: FolderStore, settings: config.Settings) -> None:
+    strict = Verdicts(min_answer_chars=40)
+    run = made_runs.add_run(store, made_runs.prompts(20), change=word_of, verdicts=strict)
+    store.replace(f"runs/{run.id}/control.json", b'{"alarm": {"length": 0.5}}')
+    again = next_round(settings, store, run, [], ("loop",), ["verdicts.loop=2", "alarm.bad=0.5"])
+    assert again.settings.verdicts == msgspec.structs.replace(strict, loop=2)
+    assert again.settings.alarm == AlarmLimits(length=0.5, bad=0.5)
 
 
 def test_a_later_round_takes_what_the_earlier_ones_did_not_mend(store: FolderStore, settings: config.Settings) -> None:
@@ -59,7 +70,7 @@ def test_a_later_round_takes_what_the_earlier_ones_did_not_mend(store: FolderSto
     cut = [prompt for number, prompt in enumerate(asked) if number % 5 in (1, 2)]
     first = made_runs.add_run(store, cut, "made-round-1", mended, round_of=run.id, round=1)
     again = next_round(settings, store, run, [first], ("length", "loop"), [])
-    assert again.number == 2 and again.sampling.seed == run.sampling.seed + 2
+    assert again.number == 2 and again.settings.sampling.seed == run.sampling.seed + 2
     ids = [prompt.id for prompt in sets.read_prompts(settings.folder, again.set.fingerprint, 0, again.set.accepted)]
     assert ids == ["p0000011", "p0000012", "p0000016", "p0000017"]
 

@@ -203,7 +203,7 @@ def test_a_run_of_stubs_is_paused_and_goes_on_when_told_to(make_daemon: MakeDaem
 
     wait_until(lambda: shown()["state"] == "paused", "the alarm", every=0.5, failed=daemon.logs)
     wait_until(lambda: not any((daemon.stats(n) or {}).get("in_flight") for n in (0, 1)), "nothing is in flight")
-    assert "replies are bad, the limit is 5%" in shown()["reason"], shown()
+    assert "rows are bad, alarm.bad is 0.05" in shown()["reason"], shown()
     made = len(times_finished(daemon.request_log, source))
     assert made < 300
     daemon.mode("ok")

@@ -6,9 +6,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from gend.cli import main
-from gend.config import load_settings, sampling_from
+from gend.config import Settings, changed, load_settings
 from gend.errors import SettingsError
-from gend.records import Sampling
+from gend.records import Sampling, Verdicts
+from gend.verdict import AlarmLimits
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +56,21 @@ BAD = {
         "store.url: s3://bucket/prefix or file:///folder, got 'gs://bucket'",
     ),
     "no scheme": ("[store]\nurl = 's3://b/p'\nendpoint = 'host:9000'", "store.endpoint: https://host:port"),
+    "retries below zero": ("[verdicts]\nempty = -1", "verdicts.empty: Expected `int` >= 0"),
+    "a word for a number of retries": ("[verdicts]\nempty = 'once'", "verdicts.empty: Expected `int | object`"),
+    "no verdict": ("[verdicts]\nlop = 1", "verdicts.lop: unknown key; did you mean loop?"),
+    "a retry that is no sampling": (
+        "[verdicts]\nloop = { temprature = 1.2 }",
+        "verdicts: loop: temprature: unknown key; did you mean temperature?",
+    ),
+    "a retry that is refused each time": (
+        "[verdicts]\nloop = { top_p = 2 }",
+        "verdicts: loop: top_p: Expected `float` <= 1",
+    ),
+    "a negative retry": ("[verdicts]\nloop = { retries = -1 }", "verdicts: loop: retries: Expected `int` >= 0"),
+    "half a retry": ("[verdicts]\nloop = { retries = 0.5 }", "verdicts: loop: retries: Expected `int`, got `float`"),
+    "no share": ("[alarm]\nbad = 0", "alarm.bad: Expected `float` > 0"),
+    "no action": ("[alarm]\naction = 'stop'", "alarm.action: Invalid enum value 'stop'"),
     "not TOML": ("[work]\nbatch_size = = 8", "not TOML: Invalid value (at line 2"),
     "not UTF-8": (b"[work]\nfolder = '\xff'", "not TOML: 'utf-8' codec"),
 }
@@ -119,23 +135,38 @@ def test_config_files_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("temprature=0.6", "--set temprature=0.6: temprature: unknown key; did you mean temperature?"),
-        ("temperature", "--set temperature: give KEY=VALUE"),
-        ("temperature=hot", "--set temperature=hot: 'hot' is not a number, true, false or none"),
-        ("temperature='1'", "--set: Expected"),
-        ("max_tokens=0", "--set: Expected `int` >= 1: `max_tokens`"),
-        ("seed=none", "--set: Expected `int`, got `null`: `seed`"),
+        ("temprature=0.6", "temprature: unknown key; did you mean temperature?"),
+        ("temperature", "give KEY=VALUE"),
+        ("temperature=hot", "'hot' is not a number, true, false, none or {KEY=VALUE, ...}"),
+        ("temperature='1'", "Expected `float | null`, got `str`"),
+        ("max_tokens=0", "Expected `int` >= 1"),
+        ("seed=none", "Expected `int`, got `null`"),
+        ("loop=1", "loop: unknown key; did you mean verdicts.loop?"),
+        ("verdicts.lop=1", "verdicts.lop: unknown key; did you mean verdicts.loop?"),
+        ("verdict.loop=1", "verdict.loop: unknown key; did you mean verdicts.loop?"),
+        ("verdicts.loop=-1", "Expected `int` >= 0"),
+        ("verdicts.loop={retries=-1}", "loop: retries: Expected `int` >= 0"),
+        ("verdicts.loop={temprature=1}", "loop: temprature: unknown key; did you mean temperature?"),
+        ("verdicts.loop={retries=1", "'{retries=1' is not a number"),
+        ("verdicts.loop_ratio_cut={retries=1}", "Expected `float`, got `object`"),
+        ("alarm.bad=20", "Expected `float` <= 1"),
+        ("alarm.action=stop", "Invalid enum value 'stop'"),
+        ("work.batch_size=8", "work.batch_size: unknown key"),
     ],
 )
-def test_bad_sampling_on_the_command_line(change: str, message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_set_for_a_run(change: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(f"[store]\nurl = 'file://{tmp_path}/store'")
-    assert the_line(gend("enqueue", "prompts.jsonl", "--set", change)).startswith(message)
+    assert the_line(gend("enqueue", "prompts.jsonl", "--set", change)).startswith(f"--set {change}: {message}")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.toml"]
 
 
-def test_sampling_changes() -> None:
-    changed = sampling_from(Sampling(), ["temperature=0", "min_p=0.1", "top_k=none", "thinking=false"])
-    assert changed == Sampling(temperature=0.0, min_p=0.1, top_k=None, thinking=False)
+def test_what_is_set_for_a_run() -> None:
+    words = ["temperature=0", "min_p=0.1", "top_k=none", "sampling.thinking=false", "verdicts.loop=1"]
+    words += ["verdicts.loop_ratio_cut=0.2", "verdicts.length={retries=2, max_tokens=65536}", "alarm.action=warn"]
+    made = changed(Settings(), [*words, "alarm.bad=0.1"])
+    assert made.sampling == Sampling(temperature=0.0, min_p=0.1, top_k=None, thinking=False)
+    assert made.verdicts == Verdicts(loop=1, loop_ratio_cut=0.2, length={"retries": 2, "max_tokens": 65536})
+    assert made.alarm == AlarmLimits(action="warn", bad=0.1)
 
 
 @pytest.mark.parametrize(

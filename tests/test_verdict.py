@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gend.records import Reply, Sampling, Usage
+from gend.records import Reply, Sampling, Usage, Verdicts
 from gend.verdict import (
     ABORT,
     EMPTY,
@@ -26,10 +26,9 @@ from gend.verdict import (
     VERDICTS,
     Alarm,
     AlarmLimits,
-    Policy,
-    VerdictRules,
+    badness,
     judge,
-    retries_left,
+    next_attempt,
 )
 
 LABELLED = Path(__file__).parent / "data" / "labelled_replies.jsonl.gz"
@@ -148,9 +147,9 @@ def test_a_thought_is_asked_for_only_where_thinking_is_on():
 
 def test_every_number_can_be_set_per_run():
     loop, short = reply("", WAIT * 60, "length"), reply("Sure.")
-    off = VerdictRules(loop_ratio_cut=0.0)
+    off = Verdicts(loop_ratio_cut=0.0)
     assert judge(loop, Sampling(), off) == LENGTH
-    assert judge(short, Sampling(thinking=False), VerdictRules(min_answer_chars=40)) == EMPTY
+    assert judge(short, Sampling(thinking=False), Verdicts(min_answer_chars=40)) == EMPTY
 
 
 @settings(max_examples=300, deadline=None)
@@ -170,9 +169,20 @@ def test_no_reply_makes_it_raise(content, thought, times, finish, usage):
 
 
 def test_bad_rows_are_tried_once_more_and_cut_ones_are_kept():
-    assert retries_left(EMPTY, 1) and not retries_left(EMPTY, 2)
-    assert not any(retries_left(verdict, 1) for verdict in (OK, LENGTH, ABORT, REFUSED))
-    assert retries_left(LENGTH, 3, Policy(length=3)) and not retries_left(LENGTH, 4, Policy(length=3))
+    assert next_attempt(EMPTY, 1) == {} and next_attempt(EMPTY, 2) is None
+    assert {next_attempt(verdict, 1) for verdict in (OK, LENGTH, LOOP, ABORT, REFUSED)} == {None}
+    assert next_attempt(LENGTH, 3, Verdicts(length=3)) == {} and next_attempt(LENGTH, 4, Verdicts(length=3)) is None
+
+
+def test_a_retry_may_have_other_settings():
+    rules = Verdicts(length={"retries": 2, "max_tokens": 65536}, loop={"temperature": 1.2})
+    assert [next_attempt(LENGTH, made, rules) for made in (1, 2, 3)] == [{"max_tokens": 65536}] * 2 + [None]
+    assert [next_attempt(LOOP, made, rules) for made in (1, 2)] == [{"temperature": 1.2}, None]
+
+
+def test_a_whole_reply_is_better_than_a_cut_one_and_that_than_any_other():
+    assert badness(OK) < badness(LENGTH) < badness(LOOP)
+    assert {badness(verdict) for verdict in VERDICTS if verdict not in (OK, LENGTH)} == {badness(LOOP)}
 
 
 def test_the_old_failure_stops_before_a_thousandth_of_the_rows_is_made():
@@ -213,7 +223,7 @@ def test_the_first_wave_is_measured_against_all_that_were_started():
     for number in range(50):
         alarm.add(EMPTY if number < 11 else OK)  # the quick stubs of 550 requests, 2 % of them, end first
     assert alarm.verdict(in_flight=500) is None
-    assert "11 of the last 50 replies are bad" in (alarm.verdict() or "")
+    assert "11 of the last 50 rows are bad, alarm.bad is 0.05" in (alarm.verdict() or "")
 
 
 def test_a_server_that_breaks_in_mid_run_is_seen_within_seventy_replies():
@@ -230,8 +240,17 @@ def test_a_server_that_breaks_in_mid_run_is_seen_within_seventy_replies():
 def test_stubs_that_no_rule_knows_are_seen_by_being_equal():
     alarm, stub = Alarm(), "I can help with that."
     for number in range(60):
-        alarm.add(OK, stub if number % 8 else f"Answer {number}")
+        alarm.add(OK, stub if number % 8 else f"Answer {number}", f"p{number}")
     assert "the same text" in (alarm.verdict() or "")
+    assert alarm.examples == ["p57", "p58", "p59"]
+
+
+def test_an_alarm_shows_rows_of_the_kind_that_it_is_about():
+    alarm = Alarm()
+    for number in range(60):
+        alarm.add((OK, LENGTH, JUNK)[number % 3], example=f"p{number}")
+    assert "20 of the last 60 rows are bad" in (alarm.verdict() or "")
+    assert alarm.examples == ["p53", "p56", "p59"]
 
 
 def test_every_limit_can_be_turned_off_and_the_state_stays_small():

@@ -120,7 +120,7 @@ def rebuild(folder: Path, ports: Ports) -> str:
                 settings = load_settings(daemon.config)
                 store, ledger = open_store(settings.store), Ledger(valkey.url)
                 prompt_set = loader.read_set(settings.folder, [str(source)], loader.ReadOptions())
-                done = loader.register(settings, ledger, store, prompt_set, "bench", settings.sampling, "normal")
+                done = loader.register(settings, ledger, store, prompt_set, "bench", "normal")
                 run = ledger.runs()[done.run]
                 put_parts(store, settings.folder, run, range(parts))
                 valkey.client().flushall()

@@ -139,7 +139,8 @@ function showRuns(runs) {
     return make("div", { class: "run" },
       make("div", { class: "top" }, make("b", null, run.id), make("span", { class: run.state === "paused" ? "warn" : "dim" }, state)),
       make("progress", { max: run.prompts, value: run.rows_done, "aria-label": `progress of ${run.id}` }),
-      make("div", { class: "top" }, make("span", { class: "count" }, `${whole(run.rows_done)} of ${whole(run.prompts)} rows`), make("span", { class: "chips" }, ...chips)));
+      make("div", { class: "top" }, make("span", { class: "count" }, `${whole(run.rows_done)} of ${whole(run.prompts)} rows`), make("span", { class: "chips" }, ...chips)),
+      ...run.examples.map((example) => make("p", { class: "dim" }, example)));
   });
 }
 
@@ -306,7 +307,7 @@ function showRow(row) {
   details.addEventListener("toggle", () => {
     if (!details.open || details.childElementCount > 1) return;
     const more = [`verdict ${row.verdict}`, `ended by ${row.finish_reason || "nothing"}`, `batch ${row.batch}`, `server ${row.server}`,
-      `${row.seconds} s`, `attempt ${row.attempts}`, `seed ${row.seed}`].join(" · ");
+      `${row.seconds} s`, `${row.attempts} attempt${row.attempts === 1 ? "" : "s"}`, `seed ${row.seed}`, ...(row.changed ? [JSON.stringify(row.changed)] : [])].join(" · ");
     const text = (label, body, kind) => (body ? [make("div", { class: "label" }, label), make("pre", { dir: "auto", ...(kind ? { class: kind } : {}) }, body)] : []);
     details.append(make("p", { class: "dim" }, more), ...text("error", row.error, "bad"));
     for (const message of row.messages) {

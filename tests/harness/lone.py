@@ -153,9 +153,7 @@ class Lone:
     def register(self, source: Path, name: str = "lone") -> Run:
         """A prompt set and its run, as `gend enqueue` does it."""
         prompt_set = loader.read_set(self.work, [str(source)], ReadOptions())
-        done = loader.register(
-            self.settings, self.ledger, self.store, prompt_set, name, self.settings.sampling, "normal"
-        )
+        done = loader.register(self.settings, self.ledger, self.store, prompt_set, name, "normal")
         self.ledger.mark_rebuilt()
         return self.ledger.runs()[done.run]
 

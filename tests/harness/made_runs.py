@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 import zstandard
 
-from gend.records import Prompt, PromptSet, Row, Run, Sampling, Usage, part_key, run_id, run_identity
+from gend.records import Prompt, PromptSet, Row, Run, Sampling, Usage, Verdicts, part_key, run_id, run_identity
 from gend.store import Store
 
 MODEL = "made-up-model"
@@ -38,6 +38,7 @@ def add_run(
     *,
     batch_size: int = 4,
     sampling: Sampling = Sampling(max_tokens=1000),  # noqa: B008 - frozen
+    verdicts: Verdicts = Verdicts(),  # noqa: B008 - frozen
     round_of: str | None = None,
     round: int = 0,
     without: Iterable[int] = (),
@@ -52,8 +53,8 @@ def add_run(
     )  # fmt: skip
     run = Run(
         id=run_id(name, run_identity(fingerprint, MODEL, sampling)), name=name, set=prompt_set, model=MODEL,
-        sampling=sampling, batch_size=batch_size, created="2026-01-02T03:04:05.678+00:00", gend_version="0",
-        round_of=round_of, round=round,
+        sampling=sampling, verdicts=verdicts, batch_size=batch_size, created="2026-01-02T03:04:05.678+00:00",
+        gend_version="0", round_of=round_of, round=round,
     )  # fmt: skip
     half = len(lines) // 2  # two pieces, as large sets have several
     for number, piece in enumerate([lines[:half], lines[half:]] if half else [lines]):
