@@ -14,7 +14,7 @@ from gend.config import settings_from
 from gend.errors import SettingsError
 from gend.model_files import context_length
 from gend.prompts import ReadOptions, Rejection, read_prompts
-from gend.records import Prompt, Sampling
+from gend.records import Prompt
 
 tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers package is not installed: nothing is counted")
 
