@@ -475,14 +475,15 @@ class Ledger:
 
     def open_offers(self, box: str, asked: Iterable[Offer]) -> set[Offer]:
         """Those of `asked` that wait for somebody, or that a live worker has taken."""
+        lines = {msgspec.json.encode(offer).decode(): offer for offer in asked}
         with _redis_errors():
-            waiting = cast(list[str], self.redis.lrange(f"gend:box:{box}:offers", 0, -1))
-            takers = cast(dict[str, str], self.redis.hgetall(f"gend:box:{box}:takers"))
-            names = sorted(set(takers.values()))
+            waiting = set(cast(list[str], self.redis.lrange(f"gend:box:{box}:offers", 0, -1)))
+            takers = cast(list[str | None], self.redis.hmget(f"gend:box:{box}:takers", list(lines)))
+            names = sorted({name for name in takers if name})
             views = cast(list[str | None], self.redis.mget([f"gend:worker:{n}" for n in names])) if names else []
         live = {name for name, view in zip(names, views, strict=True) if view}
-        lines = {*waiting, *(line for line, name in takers.items() if name in live)}
-        return {offer for offer in asked if msgspec.json.encode(offer).decode() in lines}
+        taken = zip(lines.items(), takers, strict=True)
+        return {offer for (line, offer), name in taken if line in waiting or name in live}
 
     # -- suspects: who was in flight when a server died -----------------------------------------------------------
 

@@ -78,6 +78,9 @@ SERVER_WRONG = os.EX_PROTOCOL
 SERVER_GONE = os.EX_TEMPFAIL
 """Exit code: the server is gone, everything was given back; start me again when it is ready."""
 
+COLLECT_SECONDS = 5.0
+"""So often the spool is looked at though no offer was closed: a taker may have lost Redis after its row was there."""
+
 LAST_CANARY_SECONDS = 5.0  # a batch that is given back waits so long for a canary; it is within the drain's reserve
 
 BLAMES = 6  # faults of one prompt, each with the server well right after, until its row is an error: some 16 s
@@ -86,8 +89,9 @@ BLAMES = 6  # faults of one prompt, each with the server well right after, until
 class Held:
     """A batch in hand."""
 
-    def __init__(self, run: Run, batch: Batch, claim: str, task: "asyncio.Task[None]"):
+    def __init__(self, run: Run, batch: Batch, claim: str, task: "asyncio.Task[None]", begun: asyncio.Event):
         self.run, self.batch, self.claim, self.task = run, batch, claim, task
+        self.begun = begun  # its prompts wait for slots, or are further
         self.spool: Spool | None = None
         self.lost = False
         self.vouched = 0  # bytes of the spool up to which the server is known to have been sane
@@ -145,14 +149,14 @@ class Worker:
 
     # -- the life of a batch -------------------------------------------------------------------------------------
 
-    async def run_batch(self, run: Run, number: int) -> None:
+    async def run_batch(self, run: Run, number: int, begun: asyncio.Event) -> None:
         """One batch, from the claim to the mark. What it cannot finish it gives back."""
         batch, claim = run.batch(number), f"{self.name}.{next(self._claims)}"
         task = asyncio.current_task()
         assert task is not None
         if await self._redis(self.ledger.claim, run.id, number, claim, self.settings.work.lease_seconds) != "claimed":
             return
-        held = self.held[run.id, number] = Held(run, batch, claim, task)
+        held = self.held[run.id, number] = Held(run, batch, claim, task, begun)
         try:
             with contextlib.suppress(LedgerUnavailable):
                 await self.guard.look_at_suspects()
@@ -240,6 +244,7 @@ class Worker:
                 for index, prompt in enumerate(prompts)
                 if prompt.id not in there
             ]
+            held.begun.set()
         if not all(task.result() for task in tasks):
             raise Draining(f"batch {batch}: some of its rows were not begun")
         if tasks:
@@ -404,11 +409,12 @@ class Worker:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.slots.changed.wait(), 0.1)
                 continue
-            batch = asyncio.create_task(self._deliver(delivery))
+            begun = asyncio.Event()
+            batch = asyncio.create_task(self._deliver(delivery, begun))
             self._batches.add(batch)
             batch.add_done_callback(self._batch_ended)
-            # The claim must be settled before we can tell whether more is wanted.
-            await asyncio.sleep(0.01)
+            batch.add_done_callback(lambda _, begun=begun: begun.set())  # type: ignore[misc]
+            await begun.wait()  # until its prompts wait here nobody can tell whether more is wanted
 
     def _wanted(self) -> list[str]:
         """The queues to take from, best first: by priority, then the run of which we hold least."""
@@ -434,11 +440,11 @@ class Worker:
         bound = self.settings.work.open_batches
         return bound or 8 + 14 * -(-self.slots.limit // self.settings.work.batch_size)
 
-    async def _deliver(self, delivery: Delivery) -> None:
+    async def _deliver(self, delivery: Delivery, begun: asyncio.Event) -> None:
         try:
             run, number = delivery.args
             if run in self.runs and number < self.runs[run].batches and (run, number) not in self.held:
-                await self.run_batch(self.runs[run], number)
+                await self.run_batch(self.runs[run], number, begun)
         except LedgerUnavailable as error:
             self._away("redis", error)
         finally:
@@ -511,6 +517,7 @@ class Worker:
 
     async def _collect(self) -> None:
         """Find the rows that others made for our batches; take back what nobody has any more."""
+        looked = 0.0
         while True:
             await asyncio.sleep(0.3)
             away = [(held, dict(held.elsewhere)) for held in self.held.values() if held.elsewhere]
@@ -521,8 +528,13 @@ class Worker:
                 opened = await self._redis(self.ledger.open_offers, self.box, offered)
             except LedgerUnavailable:
                 continue
+            now = self._loop.time()
+            every = now - looked > COLLECT_SECONDS
+            looked = now if every else looked
             for held, offers in away:
                 assert held.spool is not None
+                if not every and all(offer in opened for offer in offers):
+                    continue
                 # After the look at the ledger: a taker appends its row first and closes the offer then.
                 there = await self._patiently("disk", self._disk_threads, held.spool.rows)
                 for offer, (prompt, made) in offers.items():

@@ -62,7 +62,7 @@ SCENARIOS = [
     Scenario("kill", 4, 128, 4000, 20, kill=True, bar="0.93"),
     Scenario("instant", 2, 256, 10000, 1000, mean_tokens=100, peers=["stream"], bar="0.30 of stream"),
     Scenario("growth", 2, 256, 1000000, 1000, mean_tokens=100, bar="flat within 10 %"),
-    Scenario("cpu", 8, 64, 4000, 1.66, bar="0.3 cores"),
+    Scenario("cpu", 8, 64, 12000, 1.66, bar="0.3 cores"),
 ]
 
 
