@@ -21,6 +21,7 @@ from rq import Queue
 from rq.job import Job
 from rq.serializers import JSONSerializer, PickleSerializer
 
+from gend import sets
 from gend.ledger import JOB_FUNCTION, Ledger, queue_name
 from gend.records import Run
 from gend.rq_worker import RQWorker
@@ -119,6 +120,34 @@ def test_stale_jobs_do_not_keep_new_ones_out(lone: Lone, server: FakeServer, sou
         hint(lone, run.id, 0)
         hint(lone, run.id, 1)
     assert lone.ledger.stock(run, 64) == 3
+
+
+def test_no_more_is_taken_than_is_wanted(folder: Path, marker: str, ports: Ports, valkey: Valkey) -> None:
+    """Also where a claim takes long to settle: whoever holds everything leaves the others single prompts to ask for."""
+
+    def slow_disk() -> None:
+        inner = sets.read_prompts
+
+        def read_prompts(*args: Any) -> Any:
+            time.sleep(0.1)
+            return inner(*args)
+
+        sets.read_prompts = read_prompts
+
+    with FakeServer(folder / "slow", marker, ports.block(1), "--speed", "0.5") as server:
+        lone = Lone(folder / "box", server.url, valkey.url, config={"work": {"in_flight": 12, "batch_size": 8}})
+        try:
+            lone.register(write_prompts(folder / "many.jsonl", 400))
+            worker = lone.start(slow_disk)
+
+            def view() -> dict[str, Any]:
+                return next((each for each in lone.ledger.workers() if each["pid"] == worker.pid), {})
+
+            wait_until(lambda: view().get("in_flight") == 12, "the server is full", failed=lone.logs)
+            time.sleep(1.5)  # a view is a second old
+            assert 2 <= view()["open_batches"] <= 5, view()
+        finally:
+            lone.end()
 
 
 def test_batches_whose_worker_is_gone_come_first(lone: Lone, source: Path) -> None:
