@@ -5,7 +5,7 @@
     look      A part in the store means that it is done, whatever the ledger has forgotten. If the store is away: later.
     read      The batch's prompts, from the prompt set on this box.
     recover   The rows that earlier claims left in the spool.
-    generate  What is missing; each row goes into the spool when it is there.
+    generate  What is missing (generator.py: how a row lives); each row goes into the spool when it is there.
     vouch     A canary asked after the last row came back right: the server was sane when it made them.
     put       One part with exactly one row for each prompt, written whole.
     mark      The batch is done: the last step that matters, in one line (`mark_done`).
@@ -36,7 +36,6 @@ from typing import Any, TypeVar
 import msgspec
 
 from gend import sets
-from gend.blame import suspect_key
 from gend.concurrency import Pilot, queue_wanted
 from gend.config import Settings
 from gend.engine import Server, connect
@@ -46,22 +45,21 @@ from gend.errors import (
     GendError,
     LeaseLost,
     LedgerUnavailable,
-    PromptRefused,
-    ServerFault,
     ServerUnavailable,
     SettingsError,
     Unavailable,
     Withdrawn,
 )
+from gend.generator import Generator
 from gend.guard import Guard, paused_by_alarm
 from gend.ledger import PRIORITIES, Control, Ledger, Offer, queue_name
 from gend.provenance import describe, keep, named, publish
-from gend.records import Batch, Message, Prompt, Reply, Row, Run, Sampling, Usage, counts_of, part_key, row_seed
+from gend.records import Batch, Prompt, Run, counts_of, part_key
 from gend.rq_worker import Delivery, RQWorker
-from gend.slots import RETRY, Slots
+from gend.slots import Slots
 from gend.spool import Spool
 from gend.store import Store, open_store
-from gend.verdict import ABORT, ERROR, POISON, REFUSED, AlarmLimits, badness, judge, next_attempt
+from gend.verdict import AlarmLimits
 
 log = logging.getLogger("gend.worker")
 T = TypeVar("T")
@@ -82,8 +80,6 @@ COLLECT_SECONDS = 5.0
 """So often the spool is looked at though no offer was closed: a taker may have lost Redis after its row was there."""
 
 LAST_CANARY_SECONDS = 5.0  # a batch that is given back waits so long for a canary; it is within the drain's reserve
-
-BLAMES = 6  # faults of one prompt, each with the server well right after, until its row is an error: some 16 s
 
 
 class Held:
@@ -131,9 +127,7 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._ready = asyncio.Event()
         self._pilot = Pilot(fixed=settings.work.in_flight, share=share)
-        self._engine = ""
         self._published: set[tuple[str, str]] = set()  # (run, engine) that the store has
-        self._faults = 0
         self._peers, self._started, self._looked = peers, self._loop.time(), asyncio.Event()
         self._rows_per_second = 0.0
         self._fair_share = sys.maxsize  # prompts that each worker may have out, so that a small run is on all servers
@@ -146,6 +140,7 @@ class Worker:
         self._disk_threads = ThreadPoolExecutor(2, thread_name_prefix="disk")
         self._store_threads = ThreadPoolExecutor(8, thread_name_prefix="store")
         self.guard = Guard(name, server, self.slots, ledger, self._redis, self.draining)
+        self.generator = Generator(str(number), server, self.guard, settings.work.token_ids)
 
     # -- the life of a batch -------------------------------------------------------------------------------------
 
@@ -270,7 +265,7 @@ class Worker:
 
     async def _make_row(self, run: Run, batch: Batch, prompt: Prompt, spool: Spool, vouch: bool = False) -> None:
         """One prompt to one row in the spool. `vouch`: only once a canary has shown that the server is sane."""
-        row = await self._generate(run, batch, prompt)
+        row = await self.generator.row(run, batch, prompt, self._rank(run.id))
         if vouch:
             await self.guard.vouch()
         if self.guard.wrong:
@@ -288,104 +283,6 @@ class Worker:
         if why:
             await self._alarm(run, why, examples)
 
-    async def _generate(self, run: Run, batch: Batch, prompt: Prompt) -> Row:
-        """One prompt to one row: the best of as many attempts as the run's verdicts ask for."""
-        key, rank = suspect_key(run.id, prompt.id), self._rank(run.id)
-        rows: list[Row] = []
-        changes: dict[str, Any] | None = {}
-        well = False
-        try:
-            while changes is not None:
-                sampling = msgspec.structs.replace(run.sampling, **changes)
-                row = Row(
-                    id=prompt.id, run=run.id, batch=batch.number, messages=prompt.messages, tools=prompt.tools,
-                    verdict=ERROR, seed=row_seed(sampling.seed, prompt.id, len(rows)), server=str(self.number),
-                    engine=self._engine, changed=changes or msgspec.UNSET,
-                )  # fmt: skip
-                await self._attempt(run, prompt, row, sampling, key, RETRY if rows else rank)
-                rows.append(row)
-                changes = next_attempt(row.verdict, len(rows), run.verdicts)
-            well = True
-        finally:
-            await self.guard.ended(key, well)
-        best = min(rows, key=lambda row: badness(row.verdict))  # of equal ones the first
-        best.attempts = len(rows)
-        return best
-
-    async def _attempt(self, run: Run, prompt: Prompt, row: Row, sampling: Sampling, key: str, rank: int) -> None:
-        """One attempt at a row, which it fills; the machinery's faults do not end it."""
-        blames, pause = 0, 0.5
-        while True:
-            if why := self.guard.poison(key):
-                row.verdict, row.error = POISON, why
-                return
-            async with self.guard.place(key, RETRY if blames else rank, run.id):
-                started = time.monotonic()
-                try:
-                    reply = await self._converse(prompt, row, sampling)
-                except PromptRefused as error:
-                    row.verdict, row.error = REFUSED, str(error)
-                    return
-                except ServerUnavailable:
-                    self.guard.crashed()
-                    raise
-                except ServerFault as error:
-                    fault = str(error)
-                    self._faults += 1
-                    self.guard.failed()
-                else:
-                    self.guard.lives(key)
-                    row.seconds = round(time.monotonic() - started, 3)
-                    row.verdict = judge(reply, sampling, run.verdicts)
-                    if row.verdict != ABORT:
-                        return
-                    fault = "the server aborted the request"
-            # The machinery failed, and a row fails only for its own sake: it is blamed only when the server answers
-            # something else right after.
-            if await self.guard.answers():
-                self.guard.lives(key)
-                blames += 1
-            if blames >= BLAMES:
-                row.verdict, row.error = ERROR, fault
-                return
-            await asyncio.sleep(pause)
-            pause = min(pause * 2, 30.0)
-
-    async def _converse(self, prompt: Prompt, row: Row, sampling: Sampling) -> Reply:
-        """Ask the prompt, then each follow-up with the replies so far as context; fills the row."""
-        messages = list(prompt.messages)
-        reply = await self._ask(prompt, row, sampling, messages, prompt.prefix)
-        usage = reply.usage
-        for follow_up in prompt.follow_ups:
-            turn = {"role": "assistant", "content": reply.content, "reasoning_content": reply.reasoning_content}
-            messages += [{name: value for name, value in turn.items() if value is not None}, follow_up]
-            reply = await self._ask(prompt, row, sampling, messages)
-            usage = Usage(*(a + b for a, b in zip(_tokens(usage), _tokens(reply.usage), strict=True)))
-        row.messages, row.usage = messages, usage
-        row.content, row.reasoning_content = reply.content, reply.reasoning_content
-        if prompt.prefix and not prompt.follow_ups:
-            row.content = prompt.prefix + (reply.content or "")
-        row.tool_calls, row.finish_reason = reply.tool_calls, reply.finish_reason
-        if reply.token_ids:
-            row.prompt_token_ids, row.token_ids = reply.prompt_token_ids or [], reply.token_ids
-        return reply
-
-    async def _ask(
-        self, prompt: Prompt, row: Row, sampling: Sampling, messages: list[Message], prefix: str | None = None
-    ) -> Reply:
-        """One reply; where max_tokens does not fit beside the prompt, with as many as do."""
-        for _ in range(3):  # the first refusal may only name the context, and the second what the prompt leaves of it
-            try:
-                return await self.server.chat(
-                    messages, prompt.tools, sampling, row.seed, self.settings.work.token_ids, prefix
-                )
-            except PromptRefused as error:
-                if not 0 < error.room < sampling.max_tokens:
-                    raise
-                row.max_tokens = error.room
-                sampling = msgspec.structs.replace(sampling, max_tokens=error.room)
-        raise PromptRefused("the context has no room for a reply")
-
     # -- which batch next ----------------------------------------------------------------------------------------
 
     async def _feed(self) -> None:
@@ -393,7 +290,7 @@ class Worker:
         await self._ready.wait()
         engine = describe(self.settings, self.number, await self.server.info())
         await self._patiently("disk", self._disk_threads, keep, self.settings.folder, engine)
-        self._engine = engine.id
+        self.generator.engine = engine.id
         await self._looked.wait()
         while not self.draining.is_set():
             self.slots.changed.clear()
@@ -701,7 +598,7 @@ class Worker:
             fresh = (ended - rows) / max(now - looked, 0.1)
             self._rows_per_second = max(fresh, 0.8 * self._rows_per_second)  # quick to rise, slow to fall
             rows, looked = ended, now
-            made, failed = self.totals["completion_tokens"] - tokens, self._faults - faults
+            made, failed = self.totals["completion_tokens"] - tokens, self.generator.faults - faults
             tokens, faults = tokens + made, faults + failed
             self._pilot.step(load, self.slots.in_flight, made, failed)
             self._set_limit()
@@ -814,10 +711,6 @@ class Worker:
     def _back(self, what: str) -> None:
         if what in self.outages and not self._waiting[what]:
             log.info("%s is back after %.0f s", what, time.time() - self.outages.pop(what)[0])
-
-
-def _tokens(usage: Usage) -> tuple[int, int, int]:
-    return usage.prompt_tokens, usage.completion_tokens, usage.reasoning_tokens
 
 
 def _settle(future: "asyncio.Future[bool]", made: bool) -> None:

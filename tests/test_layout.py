@@ -31,8 +31,8 @@ LAYERS = {
     },
     "what several flows read": {"provenance", "runs", "status"},
     "flows": {
-        "demo", "doctor", "export", "guard", "loader", "logs", "metrics", "notices", "page", "plan", "report",
-        "report_page", "retry", "row_samples", "rows", "screen", "supervisor", "tune", "worker",
+        "demo", "doctor", "export", "generator", "guard", "loader", "logs", "metrics", "notices", "page", "plan",
+        "report", "report_page", "retry", "row_samples", "rows", "screen", "supervisor", "tune", "worker",
     },
     "command line": {"cli"},
     "entry": {"__main__"},
@@ -41,7 +41,8 @@ LAYERS = {
 # Within a layer: some outside things and flows take several files.
 SAME_THING = {
     ("prompts", "prompt_files"), ("concurrency", "engine"), ("server_command", "sglang_flags"),
-    ("worker", "guard"), ("report_page", "report"), ("chat_tokens", "model_files"),
+    ("worker", "guard"), ("worker", "generator"), ("generator", "guard"), ("report_page", "report"),
+    ("chat_tokens", "model_files"),
     ("page", "metrics"), ("page", "notices"), ("page", "row_samples"),
 }  # fmt: skip
 
