@@ -631,6 +631,8 @@ class Worker:
             await self._drain()
             for task in side:
                 task.cancel()
+        if "redis" not in self.outages:
+            await self.guard.accuse()  # a batch that the drain cancelled in the middle of it has not done so
         await self._tidy(self.rq.close)
         await self._tidy(self.ledger.unpublish, f"gend:worker:{self.name}")
         return SERVER_GONE if self.server_gone else SERVER_WRONG if self.guard.wrong else 1 if self.broken else 0

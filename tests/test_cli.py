@@ -156,7 +156,10 @@ def test_a_run_that_is_not_there(make_daemon: Make) -> None:
 def test_a_command_that_is_ended_lets_go_of_what_it_holds(number: int, make_daemon: Make) -> None:
     daemon = make_daemon(servers=1)
     command = [sys.executable, "-m", "gend", "--config", daemon.config, "enqueue", "-"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=daemon.folder, env=daemon.environment) as enqueue:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, cwd=daemon.folder, env=daemon.environment,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # as from a terminal, also where we run under nohup
+    ) as enqueue:  # fmt: skip
         wait_until(lambda: list(daemon.work.glob("sets/.new-*")), "it reads prompts")
         enqueue.send_signal(number)
         assert enqueue.wait(60) == 128 + number

@@ -4,6 +4,7 @@ Tables for what is pure; real workers against a fake server for the rest. Whole 
 """
 
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,12 +27,13 @@ from gend.concurrency import FIRST_LIMIT, Pilot
 from gend.config import settings_from
 from gend.engine import Load
 from gend.errors import SettingsError
-from gend.ledger import Control
+from gend.ledger import Control, Ledger
 from gend.records import Reply, Verdicts, row_seed
 from gend.report import verify
 from gend.server_command import Seat, argv
 from gend.sglang_flags import fitting, known_flags
 from gend.verdict import AlarmLimits
+from gend.worker import SERVER_GONE
 
 # ---- blame
 
@@ -254,6 +256,25 @@ def lone(folder: Path, server: FakeServer, valkey: Valkey) -> Iterator[Lone]:
     box = Lone(folder / "box", server.url, valkey.url, config={"sampling": {"max_tokens": 1500}})
     yield box
     box.end()
+
+
+def test_the_last_batch_of_a_dead_server_is_accused_too(lone: Lone, server: FakeServer, tmp_path: Path) -> None:
+    """The drain cancels what is open at once, also a batch that is just writing down who was in flight."""
+
+    def slow_redis() -> None:
+        inner = Ledger.suspects
+
+        def suspects(ledger: Ledger) -> dict[str, Suspicion]:
+            time.sleep(0.3)
+            return inner(ledger)
+
+        Ledger.suspects = suspects  # type: ignore[method-assign]
+
+    run = lone.register(write_prompts(tmp_path / "prompts.jsonl", 8, containing={3: "POISON-7"}))
+    server.mode("crash_on", containing="POISON-7")
+    worker = lone.start(slow_redis)
+    assert worker.wait() == SERVER_GONE, worker.log.read_text()
+    assert f"{run.id}/p0000003" in lone.ledger.suspects()
 
 
 def test_what_rows_are_worth_and_how_often_they_were_tried(lone: Lone, server: FakeServer, tmp_path: Path) -> None:
