@@ -47,7 +47,8 @@ def kill_everything(daemon: Daemon) -> None:
 def assert_little_was_made_twice(daemon: Daemon, source: Path) -> None:
     """Rows that were finished before the kill are not made again, but for those whose reply was on its way."""
     times = Counter(times_finished(daemon.request_log, source).values())
-    assert sum(times.values()) == PROMPTS
+    # A server may be killed after a reply was out and before it wrote that down.
+    assert PROMPTS - 2 <= sum(times.values()) <= PROMPTS
     assert set(times) <= {1, 2}
     assert times[2] <= 2 * 2 * (SLOTS + 2), "more than were in flight at two servers"
 
