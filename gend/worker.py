@@ -79,6 +79,8 @@ SERVER_GONE = os.EX_TEMPFAIL
 COLLECT_SECONDS = 5.0
 """So often the spool is looked at though no offer was closed: a taker may have lost Redis after its row was there."""
 
+SETTLE_SECONDS = 1.0  # a claim is waited for so long, before the next batch is taken
+
 LAST_CANARY_SECONDS = 5.0  # a batch that is given back waits so long for a canary; it is within the drain's reserve
 
 
@@ -311,7 +313,10 @@ class Worker:
             self._batches.add(batch)
             batch.add_done_callback(self._batch_ended)
             batch.add_done_callback(lambda _, begun=begun: begun.set())  # type: ignore[misc]
-            await begun.wait()  # until its prompts wait here nobody can tell whether more is wanted
+            # Until its prompts wait here nobody can tell whether more is wanted; but what is stuck (a run whose
+            # prompts are damaged on this box, a store that is away) must not keep the others out.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(begun.wait(), SETTLE_SECONDS)
 
     def _wanted(self) -> list[str]:
         """The queues to take from, best first: by priority, then the run of which we hold least."""

@@ -150,6 +150,18 @@ def test_no_more_is_taken_than_is_wanted(folder: Path, marker: str, ports: Ports
             lone.end()
 
 
+def test_a_run_that_is_stuck_keeps_no_other_out(lone: Lone, source: Path, tmp_path: Path) -> None:
+    """Its prompts are damaged on this box: it waits until they are removed and fetched again."""
+    stuck = lone.register(write_prompts(tmp_path / "stuck.jsonl", ROWS, containing={0: "stuck"}), "stuck")
+    prompts = sets.set_folder(lone.work, stuck.set.fingerprint) / "prompts.jsonl"
+    prompts.write_bytes(b"#" * prompts.stat().st_size)
+    other = lone.register(source, "other")
+    with lone.supplied():
+        lone.start()
+        lone.wait_done(other)
+    assert lone.ledger.done(stuck.id) == set()
+
+
 def test_batches_whose_worker_is_gone_come_first(lone: Lone, source: Path) -> None:
     run = lone.register(source)
     lone.ledger.forget_queue(run.id)
